@@ -9,6 +9,7 @@ mailbox carries and a checkpoint keeps, `Group.unpack` reads them back bit for b
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -140,3 +141,20 @@ class Group:
         if offset != len(data):
             raise ValueError(f"packed group of ordinal {head['ordinal']}: {len(data)} bytes, its header names {offset}")
         return cls(head["ordinal"], head["item"], prompt_P, trajectories, head["attempt"], head["replica"])
+
+
+def pack_groups(groups: Iterable[Group]) -> bytes:
+    """Groups one behind the other, each after its length (8 bytes, little-endian): a checkpoint's blob."""
+    return b"".join(len(data).to_bytes(8, "little") + data for data in (group.pack() for group in groups))
+
+
+def unpack_groups(data: bytes) -> list[Group]:
+    """What `pack_groups` wrote, in its order. Raises ValueError when the bytes are cut short."""
+    view, groups, start = memoryview(data), [], 0
+    while start < len(view):
+        stop = start + 8 + int.from_bytes(view[start : start + 8], "little")
+        if stop > len(view):
+            raise ValueError(f"packed groups: group {len(groups)} ends at byte {stop} of {len(view)}")
+        groups.append(Group.unpack(view[start + 8 : stop]))
+        start = stop
+    return groups
