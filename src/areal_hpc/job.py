@@ -1,0 +1,15 @@
+"""The job on one rank: which loop its role runs, between the world's start and its end."""
+
+from __future__ import annotations
+
+from areal_hpc.config import Config
+from areal_hpc.world import World
+
+
+def run_train(config: Config, world: World) -> int:
+    """Asynchronous RL: this rank's loop until it is told the exit code. Collective over the world."""
+    if world.is_trainer:
+        from areal_hpc.trainer.main import train as loop
+    else:
+        from areal_hpc.rollout.main import roll as loop
+    return loop(config, world)

@@ -1,0 +1,302 @@
+"""Trainer rank 0: it alone decides. What is next for all trainer ranks, and when replicas get what.
+
+It keeps the inventory of what waits, sends UPDATE, SAVE and EVALUATE to the leaders, takes their
+answers and their signs of life, and tells the ledger's owner what was trained or dropped. Its waits
+pump mail and have deadlines that name what is missing and who has it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from areal_hpc import stopfile
+from areal_hpc.config import Config
+from areal_hpc.exits import Exit
+from areal_hpc.observe.progress import Progress
+from areal_hpc.records import DropReason
+from areal_hpc.stream.buffer import Decision, Inventory
+from areal_hpc.stream.mailbox import Mailbox
+from areal_hpc.stream.messages import (
+    Alive,
+    Arrived,
+    Committed,
+    Cut,
+    Discard,
+    Dropped,
+    Evaluate,
+    Evaluated,
+    Ready,
+    Save,
+    Stop,
+    StopRequest,
+    Tombstone,
+    Trained,
+    Update,
+)
+from areal_hpc.trainer.commands import IDLE_S, Checkpoint, Command, End, Train
+from areal_hpc.world import World
+
+STOP_FILE_S = 1.0  # how often the run's folder is looked at for a stop file
+MARGIN_S = 30.0  # left at the end of the walltime for closing files and MPI
+
+
+class RolloutSilentError(RuntimeError):
+    """A replica that gave no sign of life, or an answer that did not come in time."""
+
+
+class Root:
+    """`version` is the newest published; a step's weights are `version == step` at its start."""
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        mailbox: Mailbox,
+        inventory: Inventory,
+        progress: Progress,
+        pump: Callable[[], None],
+        *,
+        attempt_start: int,
+    ) -> None:
+        self.config, self.world, self.mailbox = config, world, mailbox
+        self.inventory, self.progress, self._pump = inventory, progress, pump
+        self.version = -1
+        self.alive: dict[int, Alive] = {}
+        self.evaluations: list[tuple[int, list[Evaluated]]] = []  # finished, and not yet written
+        self._heard: dict[int, float] = {}  # replica -> when it was heard last
+        self._ready: set[int] = set()
+        self._committed = dict.fromkeys(range(len(world.leaders)), -1)
+        self.reports: dict[int, dict] = {}  # of the newest version, by replica
+        self._cuts: set[int] = set()
+        self._evaluated: dict[int, Evaluated] = {}
+        self._evaluated_version = -1
+        self._last_arrival = time.monotonic()
+        self._stop_reason = ""
+        self._stop_file_at = 0.0
+        self._saved_step = self._start = attempt_start  # the newest checkpoint's step
+        self._saved_at = time.monotonic()
+        self.step_s = self.save_s = 0.0  # what the last ones took
+
+    @property
+    def step(self) -> int:
+        """The next step to be trained."""
+        return self.inventory.ledger.step
+
+    # -- what comes next ----------------------------------------------------------------------
+
+    def next(self) -> Command:
+        """What all trainer ranks do now, at a step boundary."""
+        while True:
+            finished, stopping = self.step >= self.config.total_train_steps, self.stopping()
+            if self._evaluation_due(finished, stopping):
+                self._evaluate(self.step)
+            if self.step != self._saved_step and (finished or stopping or self._save_due()):
+                self._cut(self.step)
+                return Checkpoint(self.step)
+            if finished or stopping:
+                return self._end(finished)
+            decision = self._batch()
+            if decision is not None:
+                return Train(decision)
+
+    def stopping(self) -> bool:
+        """Whether the run ends at this boundary: a signal, a stop file, or too little walltime left."""
+        now = time.monotonic()
+        if not self._stop_reason and self.world.stop_requested():
+            self._stop_reason = "a signal"
+        if not self._stop_reason and now - self._stop_file_at > STOP_FILE_S:
+            self._stop_file_at = now
+            if stopfile.asked(self.world.run_dir, self.world.job, self.world.restart):
+                self._stop_reason = "areal-hpc stop"
+        left = self.world.time_left()
+        if not self._stop_reason and left < self.step_s + 1.5 * self.save_s + MARGIN_S:
+            self._stop_reason = f"the walltime ({left:.0f} s left)"
+        return bool(self._stop_reason)
+
+    def _save_due(self) -> bool:
+        saver = self.config.saver
+        by_step = saver.freq_steps and self.step % saver.freq_steps == 0
+        by_time = saver.freq_secs and time.monotonic() - self._saved_at >= saver.freq_secs
+        return bool(by_step or by_time)
+
+    def saved(self, step: int, seconds: float) -> None:
+        self._saved_step, self._saved_at, self.save_s = step, time.monotonic(), seconds
+
+    def _end(self, finished: bool) -> End:
+        """75 is for a run that gained something; a stop before the first new checkpoint ends with 1."""
+        code = Exit.DONE if finished else Exit.REQUEUE if self._saved_step > self._start else Exit.CRASH
+        if not finished:
+            gained = f"checkpoint of step {self._saved_step}" if code == Exit.REQUEUE else "no new checkpoint"
+            self.progress.say(f"stopped at step {self.step} by {self._stop_reason}: {gained}")
+        self._to_leaders(Stop(int(code)))
+        return End(int(code))
+
+    # -- batches ------------------------------------------------------------------------------
+
+    def _batch(self) -> Decision | None:
+        """The next batch, or None when the run is to stop first."""
+        limit_s, step = self.config.deadlines.batch_s, self.step
+        self._last_arrival = time.monotonic()
+        while True:
+            self._pump()
+            if stale := self.inventory.stale(step):
+                self._drop(stale, DropReason.STALE)
+            decision = self.inventory.decide(step, time.monotonic())
+            if decision is not None:
+                return decision
+            if self.stopping():
+                return None
+            waiting = self.inventory.waiting_for()
+            head = waiting.ordinals[0] if waiting.ordinals else -1
+            self.world.phase("take", 2 * limit_s, version=self.version, ordinal=head)
+            if time.monotonic() - self._last_arrival > limit_s:
+                raise RolloutSilentError(
+                    f"step {step}: no group arrived for {limit_s:g} s (deadlines.batch_s); missing ordinals "
+                    f"{list(waiting.ordinals[:8])}; replicas: {self._replicas()}"
+                )
+            self.progress.phase(f"wait for ordinal {head}")
+            time.sleep(IDLE_S)
+
+    def trained(self, decision: Decision) -> None:
+        self.inventory.trained(decision.step, decision.ordinals)
+        self.mailbox.notify(Trained(decision.step, decision.ordinals), self.world.leaders[0])
+
+    def nonfinite(self, decision: Decision) -> None:
+        """The batch made no finite gradient: its ordinals are dropped and the step is tried with the next."""
+        self._drop(decision.ordinals, DropReason.NONFINITE)
+        self.progress.say(f"step {decision.step}: loss or gradient not finite, dropped ordinals {decision.ordinals}")
+
+    def _drop(self, ordinals: tuple[int, ...], reason: DropReason) -> None:
+        """A drop of the trainer's own: booked here, told to the ledger's owner and to the homes."""
+        self.inventory.dropped(ordinals, reason)
+        self.mailbox.notify(Dropped(ordinals, reason), self.world.leaders[0])
+        for home in self.world.homes:
+            self.mailbox.notify(Discard(ordinals), home)
+
+    # -- versions -----------------------------------------------------------------------------
+
+    def announce(self, version: int, tokens_S: np.ndarray, logp_S: np.ndarray) -> None:
+        """UPDATE to all leaders, and wait until each replica is paused; then all may enter the exchange."""
+        self.await_committed(self.version)
+        self._ready.clear()
+        self._to_leaders(Update(version, tokens_S, logp_S))
+        limit_s = self.config.deadlines.exchange_s
+        self._until(lambda: self._missing(self._ready), "publish", limit_s, f"READY of version {version}")
+        self.version = version
+
+    def await_committed(self, version: int) -> None:
+        """Until every replica holds and has proved `version`."""
+        self._until(
+            lambda: [r for r, v in self._committed.items() if v < version],
+            "publish",
+            self.config.deadlines.exchange_s,
+            f"version {version} to be proved",
+        )
+
+    # -- saves and evaluations ----------------------------------------------------------------
+
+    def _cut(self, step: int) -> None:
+        """SAVE to all leaders; until every home has all their answers, and so all that was finished before."""
+        self._cuts.clear()
+        self.await_committed(self.version)
+        self._to_leaders(Save(step))
+        homes = range(len(self.world.homes))
+        self._until(
+            lambda: [h for h in homes if h not in self._cuts],
+            "save",
+            self.config.deadlines.save_s,
+            f"the cut of step {step} at every home",
+        )
+
+    def _evaluation_due(self, finished: bool, stopping: bool) -> bool:
+        evaluator = self.config.evaluator
+        if stopping or self._evaluated_version == self.step:
+            return False
+        at_start = evaluator.at_start and self.step == self._start == 0
+        at_end = evaluator.at_end and finished
+        periodic = evaluator.freq_steps and self.step > self._start and self.step % evaluator.freq_steps == 0
+        return bool(at_start or at_end or periodic)
+
+    def _evaluate(self, version: int) -> None:
+        self.progress.phase(f"evaluate version {version}")
+        self.await_committed(version)
+        self._evaluated = {}
+        self._to_leaders(Evaluate(version))
+        self._until(
+            lambda: self._missing(self._evaluated.keys()),
+            "evaluate",
+            self.config.deadlines.batch_s,
+            f"the evaluation of version {version}",
+        )
+        self._evaluated_version = version
+        self.evaluations.append((version, [self._evaluated[r] for r in sorted(self._evaluated)]))
+
+    # -- mail ---------------------------------------------------------------------------------
+
+    def handle(self, message: object) -> None:
+        """Takes a control message; signs of life count for every deadline."""
+        match message:
+            case Arrived():
+                self._last_arrival = time.monotonic()
+                self.inventory.arrived(message.ordinal, message.home, message.tokens, message.oldest_version)
+            case Tombstone():
+                self._last_arrival = time.monotonic()
+                self.inventory.dropped([message.ordinal], message.reason)
+            case Alive():
+                self.alive[message.replica] = message
+            case Ready():
+                self._ready.add(message.replica)
+            case Committed():
+                self._committed[message.replica] = message.version
+                self.reports[message.replica] = message.report
+            case Cut():
+                self._cuts.add(message.home)
+            case Evaluated():
+                self._evaluated[message.replica] = message
+            case StopRequest():
+                self._stop_reason = self._stop_reason or f"a signal at rank {message.rank}"
+            case _:
+                raise TypeError(f"trainer rank 0 is sent {message!r}")
+        replica = getattr(message, "replica", None)
+        if replica is not None:
+            self._heard[replica] = time.monotonic()
+
+    def _to_leaders(self, message: object) -> None:
+        for leader in self.world.leaders:
+            self.mailbox.notify(message, leader)
+
+    def _missing(self, present: object) -> list[int]:
+        return [r for r in range(len(self.world.leaders)) if r not in present]
+
+    def _until(self, missing: Callable[[], list[int]], phase: str, limit_s: float, what: str) -> None:
+        """Pump until nobody is missing. The limit counts from the last sign of life of the one missing,
+        and is at least twice the longest engine step seen."""
+        began = time.monotonic()
+        while silent := missing():
+            self._pump()
+            self.progress.tick()
+            first, now = silent[0], time.monotonic()
+            heard = max(began, self._heard.get(first, began))
+            step_s = self.alive[first].engine_step_s if first in self.alive else 0.0
+            self.world.phase(phase, 2 * max(limit_s, 2 * step_s), version=self.version)
+            if now - heard > max(limit_s, 2 * step_s):
+                raise RolloutSilentError(
+                    f"waited {now - began:.0f} s for {what}; missing {silent}, replica {first} was last heard "
+                    f"{now - heard:.0f} s ago; replicas: {self._replicas()}"
+                )
+            time.sleep(IDLE_S)
+
+    def _replicas(self) -> str:
+        """Where each replica is, in words."""
+        return "; ".join(
+            f"{replica} on rank {leader}: "
+            + (
+                f"version {self.alive[replica].version}, {self.alive[replica].running} samples running"
+                if replica in self.alive
+                else "never heard"
+            )
+            for replica, leader in enumerate(self.world.leaders)
+        )
