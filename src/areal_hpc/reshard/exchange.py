@@ -32,6 +32,7 @@ TAGS = 16384  # runs are told apart by tag, so that a fast peer's next run canno
 BUSY_S = 0.005  # bytes move only inside MPI calls: sleep only when nothing was completed for this long
 SLEEP_S = 0.001
 
+_runs = MPI.Comm.Create_keyval()  # not copied to a duplicate, which counts from 0
 _abandoned: list[object] = []  # requests of failed runs with their buffers: MPI may still write to them
 
 
@@ -78,7 +79,7 @@ class Exchange:
         self.verify = verify
         self.sent_bytes = 0  # of tensors, counted at the MPI calls, over all runs
         self.table_bytes = 0  # of checksums, counted alike
-        self._tag = 0
+        self._tag = -1
         rank, limit = comm.rank, chunk_bytes // dtype.itemsize
         self._local = [transfer for transfer in plan.sends(rank) if transfer.dst == rank]
         self._sends = interleave(messages_of(plan.sends(rank), "dst", rank, limit), rank, comm.size)
@@ -95,16 +96,17 @@ class Exchange:
     def start(self, held: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
         """Begin a run: `held[i]` has the shape of source box i, `wanted[i]` that of destination box i.
 
-        Views of live tensors, strided or not, on any device; both must stay as they are until the
-        run is done. Boxes that stay on this rank are copied here. Raises ValueError naming the tensor
-        for a wrong count, shape or dtype, RuntimeError when the last run is not done.
+        All ranks of `comm` start the same runs in the same order, those with nothing to move too, but
+        need not meet. Views of live tensors, strided or not; both must stay as they are until the run
+        is done. Boxes that stay on this rank are copied here. Raises ValueError naming the tensor for a
+        wrong count, shape or dtype, RuntimeError when the last run is not done.
         """
         if self.running:
             raise RuntimeError("start of an exchange whose last run is not done")
         _check(held, self._held_boxes, "held", None)
         _check(wanted, self._wanted_boxes, "wanted", self.dtype)
         self._held, self._wanted = held, wanted
-        self._tag = (self._tag + 1) % TAGS
+        self._tag = _next_tag(self.comm)
         self._to_send = deque(self._sends)
         self._expected = {peer: deque(messages) for peer, messages in self._receives.items()}
         self._last_progress = time.monotonic()
@@ -246,6 +248,13 @@ class Exchange:
         _abandoned.extend(self._sending + self._receiving)
         self._to_send, self._expected, self._sending, self._receiving = deque(), {}, [], []
         raise ExchangeError(text)
+
+
+def _next_tag(comm: MPI.Comm) -> int:
+    """The tag of the next run on `comm`: counted on the communicator, which several exchanges may use in turn."""
+    runs = comm.Get_attr(_runs) or 0
+    comm.Set_attr(_runs, runs + 1)
+    return runs % TAGS
 
 
 def _check(tensors: Sequence[torch.Tensor], boxes: Sequence[Box], what: str, dtype: torch.dtype | None) -> None:
