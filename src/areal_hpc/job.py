@@ -8,6 +8,7 @@ from areal_hpc.world import World
 
 def run_train(config: Config, world: World) -> int:
     """Asynchronous RL: this rank's loop until it is told the exit code. Collective over the world."""
+    world.redirect_logs()  # before the role's imports: torch, Megatron and vLLM print when they are loaded
     if world.is_trainer:
         from areal_hpc.trainer.main import train as loop
     else:
