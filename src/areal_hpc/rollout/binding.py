@@ -44,7 +44,14 @@ class RolloutBinding:
     """
 
     def __init__(
-        self, model: torch.nn.Module, spec: ModelSpec, *, tp: int, tp_rank: int, dtype: torch.dtype, device: torch.device
+        self,
+        model: torch.nn.Module,
+        spec: ModelSpec,
+        *,
+        tp: int,
+        tp_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.dtype, self.device = dtype, device
         self._model = model
@@ -103,8 +110,8 @@ class RolloutBinding:
                 raise ValueError("lm_head.weight: the configuration ties it to the embedding, vLLM's model does not")
             del live["lm_head.weight"]
         for name in sorted(live.keys() ^ shapes.keys()):
-            where = "vLLM's model has it, its layout does not" if name in live else "its layout has it, vLLM's model does not"
-            raise ValueError(f"{name}: {where}")
+            has, lacks = ("vLLM's model", "its layout") if name in live else ("its layout", "vLLM's model")
+            raise ValueError(f"{name}: {has} has it, {lacks} does not")
         return {name: self._target(name, *live[name], shape, covered[name]) for name, shape in shapes.items()}
 
     def _target(self, name: str, module: torch.nn.Module, key: str, shape: tuple[int, ...], covered: int) -> _Target:

@@ -15,18 +15,17 @@ It knows no MPI, no ordinals and no rewards. Shapes: P prompt, T new tokens, S p
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from areal_hpc.config import ConfigError, RolloutConfig
 from areal_hpc.layout.boxes import Box
 from areal_hpc.layout.spec import ModelSpec
+from areal_hpc.rollout.build import build
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
 
 PROBE = "probe"  # request id of the probe
 UNVERSIONED = -1  # the dummy weights' version
-CPU_BLOCK = 32  # tokens of a KV block; the CPU kernels want a multiple of 32
-STEP_TOKENS = 8192  # tokens of one engine step at most, if the model's longest sample is not longer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,6 +66,7 @@ class Engine:
     prompt + answer, in tokens. seed: vLLM's own; samples bring theirs. store: the replica's
     torch TCPStore (None when tp is 1). device: index of the accelerator among the visible
     ones. Raises ConfigError naming the key for lengths that the model cannot have.
+    `facts`: versions and choices of vLLM that the draws depend on, for the run's records.
     """
 
     def __init__(
@@ -97,7 +95,9 @@ class Engine:
         self._paused = False
         self._admitted = 0
         self._eos = list(spec.eos_ids)
-        self._build(spec, path, config, seed, tp_rank, store, device)
+        self._client, self.binding, self.facts = build(
+            spec, path, config, max_model_len=max_model_len, seed=seed, tp_rank=tp_rank, store=store, device=device
+        )
         self._set_version(UNVERSIONED)
         self._warm_up()
 
@@ -266,64 +266,6 @@ class Engine:
             )
         )
 
-    def _build(
-        self,
-        spec: ModelSpec,
-        path: str | Path,
-        config: RolloutConfig,
-        seed: int,
-        tp_rank: int,
-        store: Store | None,
-        device: int,
-    ) -> None:
-        _environment()
-        import vllm
-        from vllm.config import WeightTransferConfig
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.platforms import current_platform
-        from vllm.v1.engine.core_client import InprocClient
-
-        from areal_hpc.rollout.binding import RolloutBinding
-        from areal_hpc.rollout.executor import join, replica_executor
-        from areal_hpc.rollout.weights import BACKEND
-
-        tp, on_cpu = config.parallel.tp, current_platform.is_cpu()
-        memory: dict[str, Any] = {"gpu_memory_utilization": config.gpu_memory_utilization}
-        if on_cpu:
-            memory = {"kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30), "block_size": CPU_BLOCK}
-        name = join(store, tp, tp_rank)
-        vllm_config = EngineArgs(
-            model=str(path),
-            skip_tokenizer_init=True,
-            generation_config="vllm",
-            load_format="dummy",
-            dtype=config.dtype.value,
-            seed=seed % 2**32,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.capacity + 1,  # the probe's seat
-            # A seeded request whose prefill is cut in two kills the CPU engine (vLLM 0.32, V1 model
-            # runner: "CPU Generator does not use offset"); so no step may cut one.
-            enable_chunked_prefill=not on_cpu,
-            max_num_batched_tokens=max(self.max_model_len, STEP_TOKENS),
-            enable_prefix_caching=config.enable_prefix_caching,
-            scheduling_policy="priority",
-            async_scheduling=False,  # it would blur which version made a token
-            enforce_eager=config.enforce_eager or on_cpu,
-            logprobs_mode="processed_logprobs",
-            tensor_parallel_size=tp,
-            distributed_executor_backend="external_launcher",
-            weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-            disable_log_stats=True,
-            **memory,
-        ).create_engine_config()
-        self._client = InprocClient(vllm_config, replica_executor(name, tp_rank, device), log_stats=False)
-        runner = self._client.engine_core.model_executor.driver_worker.worker.model_runner
-        self.facts = {"vllm": vllm.__version__, "model_runner": f"{type(runner).__module__}.{type(runner).__name__}"}
-        self.binding = RolloutBinding(
-            runner.get_model(), spec, tp=tp, tp_rank=tp_rank, dtype=vllm_config.model_config.dtype, device=runner.device
-        )
-        self._client.collective_rpc("init_weight_transfer_engine", args=({"binding": self.binding},))
-
     def _warm_up(self) -> None:
         """Two tokens and a probe on the dummy weights: what is loaded or compiled at first use is so now."""
         self.add("warm-up", [0, 0], seed=0, max_new_tokens=2, ignore_eos=True)
@@ -333,26 +275,3 @@ class Engine:
         self.probe_result()
         self._client.reset_prefix_cache()
         self.tokens = 0
-
-
-def _environment() -> None:
-    """What vLLM reads from the environment when it is imported; set before that, by us alone.
-
-    The engine lives in this process, reaches no network, reports no usage, and logs warnings
-    and errors to stderr.
-    """
-    os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_LOGGING_LEVEL="WARNING",
-        VLLM_LOGGING_STREAM="ext://sys.stderr",
-        VLLM_NO_USAGE_STATS="1",
-        DO_NOT_TRACK="1",
-        HF_HUB_OFFLINE="1",
-        TRANSFORMERS_OFFLINE="1",
-    )
-    if not torch.cuda.is_available():
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # ranks share the cores; the launcher binds them
-        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override kv_cache_gib, in whole GiB
-        # Sampling helpers are under torch.compile: without this the first step runs a C++ compiler,
-        # for seconds and after MPI_Init, and gains nothing.
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"

@@ -118,13 +118,14 @@ class Leader:
         """The next turn. Returns at once when the engine is busy, else waits until there is something to do.
 
         room: samples that the engine still takes. proving: a version is received and not yet proved;
-        until it is, nothing is admitted and no other version accepted.
+        until it is, nothing is admitted and no other version accepted. Nor is one while held-out
+        prompts are under way: an evaluation is of one version.
         """
         while True:
             self.serve()
             if self._end is not None:
                 return Turn(end=self._end)
-            if self._updates and not proving:
+            if self._updates and not proving and not self.evaluation.open:
                 return Turn(update=self._updates.popleft())
             turn = Turn() if proving else Turn(requests=tuple(self._admit(room)))
             if busy or not turn.empty:
