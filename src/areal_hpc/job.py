@@ -14,3 +14,11 @@ def run_train(config: Config, world: World) -> int:
     else:
         from areal_hpc.rollout.main import roll as loop
     return loop(config, world)
+
+
+def run_sft(config: Config, world: World) -> int:
+    """The supervised warm-up. Collective over the world, whose ranks are all trainers."""
+    world.redirect_logs()
+    from areal_hpc.trainer.warmup import warm_up
+
+    return warm_up(config, world)
