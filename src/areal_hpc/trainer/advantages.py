@@ -15,11 +15,14 @@ Source: AReaL paper, section 5.2 and appendix; deviations are population deviati
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from areal_hpc.config import ActorConfig, Level
+
+Statistic = Callable[[np.ndarray, np.ndarray], float]  # of values and their weights
 
 EPS = 1e-5  # added to a deviation; AReaL's value
 
@@ -46,7 +49,7 @@ def advantages(
     deviation = _level(value, weight, bounds, actor.adv_norm.std_level, _std)
     if actor.adv_norm.std_level is not Level.none:
         value = value / np.where(deviation > 0, deviation + EPS, 1.0)
-    return [value[a:b].tolist() for a, b in zip(bounds[:-1], bounds[1:])]
+    return [value[a:b].tolist() for a, b in pairwise(bounds)]
 
 
 def _mean(value: np.ndarray, weight: np.ndarray) -> float:
@@ -57,14 +60,14 @@ def _std(value: np.ndarray, weight: np.ndarray) -> float:
     return float(np.sqrt(np.average((value - _mean(value, weight)) ** 2, weights=weight)))
 
 
-def _level(value: np.ndarray, weight: np.ndarray, bounds: np.ndarray, level: Level, of) -> np.ndarray:
+def _level(value: np.ndarray, weight: np.ndarray, bounds: np.ndarray, level: Level, of: Statistic) -> np.ndarray:
     """`of` (a weighted statistic) at the level, spread back to one number a sample."""
     if level is Level.none or not len(value):
         return np.zeros_like(value)
     if level is Level.batch:
         return np.full_like(value, of(value, weight))
     out = np.zeros_like(value)
-    for a, b in zip(bounds[:-1], bounds[1:]):
+    for a, b in pairwise(bounds):
         if b > a:
             out[a:b] = of(value[a:b], np.ones(b - a))
     return out

@@ -4,8 +4,8 @@ Shapes: T = packed tokens of a microbatch, h = query heads and g = key/value hea
 tensor-parallel rank, d = head width. Sequences lie one behind the other along T, sorted by
 length, so that a run of n equally long ones is a plain view [n, L]: one kernel call serves
 the run, nothing is padded, gathered or copied, and the numbers are those of each sequence
-alone. A loop over sequences with slices costs 640 us a sequence and backward grows with
-their square (each slice's gradient is as long as T); this costs about 80 us.
+alone. 512 sequences of about 30 tokens took 43 ms a layer, forward and backward, on one core
+(4 heads of 32); a loop with slices took 905 ms, since each slice's gradient is as long as T.
 
 Runs on the CPU, and on a GPU where Transformer Engine is not installed; with it `model.py`
 takes TEDotProductAttention instead, which reads `cu_seqlens` itself.
@@ -46,7 +46,9 @@ class RunAttention(torch.nn.Module):
         super().__init__()
         self.scale = softmax_scale  # None: 1 / sqrt(d)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Packed, **__: Any) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Packed, **__: Any
+    ) -> Tensor:
         runs = packed_seq_params.runs
         sizes = [count * length for count, length in runs]
         outs = []

@@ -88,9 +88,7 @@ class Batches:
             merged |= pickle.loads(broadcast(self._comm, payload, home * self._parallel.tp, self._pump))
         return [merged[k] for k in range(len(decision.ordinals))]
 
-    def _between_homes(
-        self, decision: Decision, wanted: list[dict[int, list[int]]], held: Home
-    ) -> dict[int, Group]:
+    def _between_homes(self, decision: Decision, wanted: list[dict[int, list[int]]], held: Home) -> dict[int, Group]:
         requests, kept, buffers = [], {}, []
         for dp, parts in enumerate(wanted):
             for k, numbers in parts.items():

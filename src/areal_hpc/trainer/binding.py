@@ -19,6 +19,7 @@ from torch import Tensor
 
 from areal_hpc.layout.boxes import Box, Piece, flat_boxes
 from areal_hpc.layout.megatron import trainer_pieces
+from areal_hpc.storage.hf import read_boxes
 from areal_hpc.trainer.model import Model
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
@@ -92,12 +93,10 @@ class TrainerBinding:
         Each rank reads its own boxes only. Raises what `storage.hf.read_boxes` raises for a
         file or tensor that is missing or of another shape.
         """
-        from areal_hpc.storage.hf import read_boxes
-
         views = self.state_views(copies=True)
         wanted = {box: view for box, view in views["master"]}
         with torch.no_grad():
-            for box, tensor in read_boxes(path, list(wanted)):
+            for box, tensor in read_boxes(Path(path), wanted):
                 wanted[box].copy_(tensor)
             for kind in KINDS[1:]:
                 for _, view in views[kind]:

@@ -30,8 +30,13 @@ def train(config: Config, world: World) -> int:
     world.phase("start", config.deadlines.start_s)
     spec, place = read_spec(config.actor.path), world.place
     is_root = world.rank == world.homes[0]
+    # Twice the phase's limit: the watcher names the rank that is silent, gloo only the one that waited for it.
     groups = build_groups(
-        world.role_comm, config.actor.parallel, world.torch_store(world.role_comm), config.deadlines.step_s
+        world.role_comm,
+        config.actor.parallel,
+        world.torch_store(world.role_comm),
+        2 * config.deadlines.step_s,
+        place.local_rank,
     )
     model = Model(spec, config.actor, groups, config.seed)
     actor = Actor(model, config.actor, config.gconfig.temperature, config.total_train_steps)
@@ -89,4 +94,3 @@ def _attempt(config: Config, world: World, restored: Restored) -> Attempt:
         restart=world.restart,
         config_changes=save_config(world.run_dir, dump(config)),
     )
-

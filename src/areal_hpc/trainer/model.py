@@ -76,18 +76,23 @@ class Groups:
         dist.destroy_process_group()
 
 
-def build_groups(role_comm: Any, parallel: Parallel, store: dist.Store, deadline_s: float = 1800.0) -> Groups:
+def build_groups(
+    role_comm: Any, parallel: Parallel, store: dist.Store, deadline_s: float = 1800.0, local_rank: int = 0
+) -> Groups:
     """Collective over `role_comm` (the trainer ranks): torch.distributed and Megatron's groups.
 
-    `store` is the one that world.torch_store gives; gloo on the CPU, NCCL on GPUs. A
-    collective that waits longer than `deadline_s` raises on its rank. Raises ValueError when
-    the communicator's size is not that of `parallel`.
+    `store` is the one that world.torch_store gives; gloo on the CPU, NCCL on GPUs, where the
+    rank takes GPU `local_rank` of those that it sees (modulo their number). A collective that
+    waits longer than `deadline_s` raises on its rank. Raises ValueError when the
+    communicator's size is not that of `parallel`.
     """
     if role_comm.size != parallel.size:
         raise ValueError(
             f"trainer {parallel}: dp {parallel.dp} * tp {parallel.tp} * pp {parallel.pp} = {parallel.size} ranks, "
             f"the trainer communicator has {role_comm.size}"
         )
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
     device = cpu.device()
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
@@ -223,7 +228,7 @@ class Model:
                 share_embeddings_and_output_weights=spec.tied,
                 position_embedding_type="rope",
                 rotary_base=spec.rope_theta,
-            ).to(groups.device)
+            ).to(device=groups.device, dtype=self.config.params_dtype)  # torch's norms are made in fp32
             self._prepare_parameters()
             self._check_shapes()
             self.ddp = DistributedDataParallel(

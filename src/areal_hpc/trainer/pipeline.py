@@ -107,9 +107,7 @@ def run(
     def forward(data: Iterator[Microbatch], module: torch.nn.Module) -> tuple[Tensor, Any]:
         on_microbatch()
         micro = next(data)
-        out = module(
-            micro.tokens_T[None], micro.packed.position_T[None], None, packed_seq_params=micro.packed
-        )
+        out = module(micro.tokens_T[None], micro.packed.position_T[None], None, packed_seq_params=micro.packed)
         return out, partial(ending, micro)
 
     def ending(micro: Microbatch, logits_1AV: Tensor) -> tuple[Tensor, Tensor, Any]:

@@ -9,6 +9,7 @@ then `storage.hf.export`.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -21,6 +22,8 @@ from areal_hpc.trainer.model import Model
 from areal_hpc.trainer.objective import vocab_parallel_logp
 from areal_hpc.trainer.optimizer import learning_rate
 from areal_hpc.trainer.pipeline import Microbatch, pack, run
+
+SMOOTH = 20  # steps that the loss is averaged over before it is compared with `until_loss`
 
 Pair = tuple[Sequence[int], Sequence[int]]  # token ids of a prompt and of its answer, neither empty
 
@@ -37,8 +40,10 @@ def train_sft(
     Each batch is this DP rank's share, given alike to its TP and PP ranks; every rank gets
     as many batches. `on_step(step, metrics)` is called on every rank with loss (nats a
     token), grad_norm, lr, tokens and seconds. Raises FloatingPointError, on every rank, when
-    loss or gradient is not finite: nothing was changed by that step.
+    loss or gradient is not finite: nothing was changed by that step. Ends before the batches do
+    when `until_loss` is set and the mean loss of the last SMOOTH steps is below it.
     """
+    recent: deque[float] = deque(maxlen=SMOOTH)
     optimizer = model.optimizer
     schedule = replace(model.actor.optimizer, lr=config.lr, warmup_steps=config.warmup_steps)
     for step, pairs in enumerate(batches):
@@ -57,6 +62,9 @@ def train_sft(
             raise FloatingPointError(f"sft step {step}: loss {loss}, gradient norm {norm}; its update was not made")
         seconds = time.perf_counter() - began
         on_step(step, {"loss": loss, "grad_norm": norm, "lr": rate, "tokens": tokens, "seconds": seconds})
+        recent.append(loss)
+        if len(recent) == SMOOTH and sum(recent) / SMOOTH < config.until_loss:
+            return
 
 
 def _loss(model: Model, tokens: float) -> Callable[[Tensor, Microbatch], tuple[Tensor, Tensor]]:

@@ -117,7 +117,8 @@ class State:
         book: the ledger's state at trainer rank 0, None elsewhere. Raises CheckpointError on all ranks.
         """
         began = time.monotonic()
-        options = {"writers": self._writers, "deadline_s": self.config.deadlines.save_s, "on_wait": pump}
+        # Twice the phase's limit: the watcher names the rank that is silent, a meeting only the one that waited for it.
+        options = {"writers": self._writers, "deadline_s": 2 * self.config.deadlines.save_s, "on_wait": pump}
         # A save at the step where the attempt began (evaluation only) has trained nothing.
         if step > self._first_step:
             path = trajectories.segment_path(self.run_dir / TRAJECTORIES, attempt, self._first_step, step)

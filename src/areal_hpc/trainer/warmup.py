@@ -35,7 +35,11 @@ def warm_up(config: Config, world: World) -> int:
     if output.exists():
         raise ConfigError(f"sft.output={output}: exists; remove it or name another folder")
     groups = build_groups(
-        world.role_comm, config.actor.parallel, world.torch_store(world.role_comm), config.deadlines.step_s
+        world.role_comm,
+        config.actor.parallel,
+        world.torch_store(world.role_comm),
+        config.deadlines.step_s,
+        world.place.local_rank,
     )
     model = Model(spec, config.actor, groups, config.seed)
     binding = TrainerBinding(model)
@@ -48,7 +52,9 @@ def warm_up(config: Config, world: World) -> int:
         world.phase("forward-backward", config.deadlines.step_s, version=step)
         if (step + 1) % max(1, sft.steps // TOLD) == 0:
             left = duration(total / (step + 1) * (sft.steps - step - 1))
-            print(f"sft {step + 1}/{sft.steps}  loss {metrics['loss']:.3f}  {left} left", file=world.terminal, flush=True)
+            print(
+                f"sft {step + 1}/{sft.steps}  loss {metrics['loss']:.3f}  {left} left", file=world.terminal, flush=True
+            )
 
     train_sft(model, _batches(config, groups.dp), sft, tell, world.beat)
     world.phase("save", config.deadlines.save_s)

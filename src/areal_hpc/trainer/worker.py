@@ -74,6 +74,7 @@ class Worker:
                 self._take(group)
         self._first_version = restored.step
         self._publish(restored.step)
+        self._moved()  # the first step's record is of its own update
         while True:
             command = self._next()
             match command:
@@ -209,9 +210,7 @@ class Worker:
             if self.metrics is not None:
                 self.metrics.sync()
             ledger = self.root.inventory.ledger.state() if self.root is not None else None
-            self._save_s = self.state.save(
-                step, self.attempt, self.archive, self.home.undelivered(), ledger, self.pump
-            )
+            self._save_s = self.state.save(step, self.attempt, self.archive, self.home.undelivered(), ledger, self.pump)
         self.archive.clear()
         if self.root is not None:
             self.root.saved(step, self._save_s)
