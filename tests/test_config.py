@@ -99,6 +99,7 @@ deadlines.exchange_s
 deadlines.batch_s
 deadlines.save_s
 sft.steps
+sft.until_loss
 sft.batch_size
 sft.lr
 sft.warmup_steps

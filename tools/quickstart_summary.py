@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a quickstart did, for people and, as the last line, as JSON. Usage: quickstart_summary.py RUN SECONDS
+"""What a quickstart did, for people and, as the last line, as JSON. Usage: quickstart_summary.py SECONDS CONFIG [key=value ...]
 
 Read from the run's metrics; records that a restart superseded do not count.
 """
@@ -10,6 +10,7 @@ import json
 import sys
 from pathlib import Path
 
+from areal_hpc.config import load
 from areal_hpc.observe.metrics import read_metrics
 
 
@@ -40,4 +41,4 @@ def main(run: Path, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(sys.argv[2]))
+    main(load(sys.argv[2], sys.argv[3:]).run_dir, float(sys.argv[1]))

@@ -43,7 +43,7 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
 
     \b
     Example:
-      mpirun -n 2 areal-hpc train --config configs/quickstart.yaml seed=2
+      mpirun -n 2 areal-hpc train --config configs/quickstart_arithmetic.yaml seed=2
       srun areal-hpc train --config my.yaml actor.backend=megatron:d2t4p4 rollout.backend=vllm:d24t4
     """
     _run(config, overrides, rollout=True)
@@ -55,7 +55,7 @@ def sft(config: ConfigPath, overrides: Overrides = None) -> None:
 
     \b
     Example:
-      mpirun -n 1 areal-hpc sft --config configs/quickstart.yaml trial_name=warmup sft.steps=350
+      mpirun -n 1 areal-hpc sft --config configs/quickstart_arithmetic.yaml trial_name=warmup sft.steps=350
     """
     _run(config, overrides, rollout=False)
 

@@ -230,7 +230,7 @@ class RolloutConfig:
 @dataclass
 class DatasetConfig:
     type: str = key("arithmetic", "the task: arithmetic, reasoning_gym or file")
-    path: str = key("", "reasoning_gym: name of its task; file: a JSONL or Parquet file")
+    path: str = key("", "reasoning_gym: name of its task; file: a JSONL file")
     batch_size: int = key(16, "B: prompts of one training step; evaluation: prompts in all")
     size: int = key(10000, "prompts of a generated dataset")
     options: dict[str, Any] = key(dict, "what the task itself takes, e.g. {digits: 2}")
@@ -284,7 +284,8 @@ class DeadlineConfig:
 
 @dataclass
 class SftConfig:
-    steps: int = key(300, "optimizer steps")
+    steps: int = key(300, "optimizer steps, at most")
+    until_loss: float = key(0.0, "end once the mean loss of 20 steps is below this; 0: after all steps")
     batch_size: int = key(256, "sequences a step over all DP ranks")
     lr: float = key(1e-3, "peak learning rate; warm-up and schedule are the optimizer's")
     warmup_steps: int = key(20, "steps over which the learning rate rises linearly")

@@ -37,7 +37,7 @@ import yaml
 from areal_hpc.observe.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIG = ROOT / "configs" / "quickstart.yaml"
+CONFIG = ROOT / "configs" / "quickstart_arithmetic.yaml"
 BENCH = Path("runs") / "bench"
 WARM, ETA, LIMIT_S = 3, 4, 900
 CLI = [sys.executable, "-m", "areal_hpc.cli"]

@@ -81,9 +81,7 @@ class Groups:
             prompt = tuple(self._prompts[item])
             self._open[ordinal] = Group(ordinal, item, np.array(prompt, np.int32), [], self._attempt, self._replica)
             self._unscored[ordinal], self._samples[ordinal] = self._n, {}
-            requests += [
-                Request(f"{ordinal}.{k}", prompt, sample_seed(self._seed, ordinal, k)) for k in range(self._n)
-            ]
+            requests += [Request(f"{ordinal}.{k}", prompt, sample_seed(self._seed, ordinal, k)) for k in range(self._n)]
         return requests
 
     def finished(self, sample: Finished) -> None:

@@ -125,4 +125,3 @@ def _leader(config: Config, world: World, mailbox: Mailbox, prompts: Prompts, st
     )
     owner = Owner(begin.ledger(config, start.ledger, start.delivered), world, mailbox) if replica == 0 else None
     return Leader(config, world, mailbox, groups, rewards, evaluation, heldout, owner)
-
