@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""What a quickstart did, for people and, as the last line, as JSON. Usage: quickstart_summary.py SECONDS CONFIG [key=value ...]
+"""What a quickstart did, for people and, as the last line, as JSON.
 
+Usage: quickstart_summary.py SECONDS CONFIG [key=value ...]
 Read from the run's metrics; records that a restart superseded do not count.
 """
 

@@ -1,8 +1,9 @@
 """Trajectories: every trained group, in write-once segments of flat arrays.
 
 Format `areal-hpc trajectories`, version 1. Plain h5py reads it; nothing is compressed.
-G groups (one per ordinal) in the order of (step, ordinal), S samples in group order, P prompt
-tokens and T new tokens of all of them one after the other:
+G groups (one per ordinal), S samples in group order, P prompt tokens and T new tokens of all of
+them one after the other. The groups of one trainer home are one run, in the order of (step,
+ordinal), so that each home writes one piece of every array, however many groups there are:
 
     ordinal, item, step         int64 (G)    the prompt's number; its row of the dataset; the step that trained it
     attempt, replica            int32 (G)    the attempt and the replica that generated it
@@ -24,9 +25,9 @@ others, and what they hold is trained again.
 
 from __future__ import annotations
 
-import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,16 +62,6 @@ def segment_path(directory: Path, attempt: int, first_step: int, stop_step: int)
     return directory / f"steps-{first_step:08d}-{stop_step:08d}.attempt-{attempt}.h5"
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A group's place in the segment: what every rank must know of every group."""
-
-    step: int
-    ordinal: int
-    prompt: int  # tokens
-    samples: tuple[int, ...]  # tokens of each
-
-
 def write_segment(
     path: Path,
     comm: MPI.Comm,
@@ -88,59 +79,92 @@ def write_segment(
     """
     meeting = Meeting(comm, path, deadline_s, on_wait)
     lead = (dict(attrs), list(writers), software_versions()) if comm.rank == 0 else None
-    mine = sorted(groups, key=lambda trained: (trained[0], trained[1].ordinal))
-    everyone = meeting.share((lead, [_row(step, group) for step, group in mine]))
+    mine = sorted(groups, key=_key)
+    everyone = meeting.share((lead, [_key(trained) for trained in mine], _Sizes.of(mine)))
     attrs, writers, software = everyone[0][0]
     attrs = {"format": FORMAT, "format_version": FORMAT_VERSION, "software": software} | attrs
-    rows = sorted((row for _, found in everyone for row in found), key=lambda row: (row.step, row.ordinal))
-    keys = [(row.step, row.ordinal) for row in rows]
-    if len(set(keys)) != len(keys):
-        twice = next(key for key, after in itertools.pairwise(keys) if key == after)
-        raise CheckpointError(f"{path}: step {twice[0]} archives ordinal {twice[1]} twice")
-    places = _Places(rows)
-    entries = [Entry(name, (places.length(name),), dtype, as_bytes=True) for name, dtype in DTYPES.items()]
+    counted = Counter(key for _, keys, _ in everyone for key in keys)
+    for (step, ordinal), times in counted.items():
+        if times > 1:
+            raise CheckpointError(f"{path}: step {step} archives ordinal {ordinal} twice")
+    sizes = [found for _, _, found in everyone]
+    total = _Sizes.sum(sizes)
+    entries = [Entry(name, (total.of_array(name),), dtype, as_bytes=True) for name, dtype in DTYPES.items()]
     with meeting.step("laying out the groups"):
-        held = [part for step, group in mine for part in _parts(places, step, group)]
-    if comm.rank == 0:
-        held += [_part("prompt_offsets", 0, places.prompts), _part("sample_offsets", 0, places.tokens)]
+        held = list(_parts(mine, _Sizes.sum(sizes[: comm.rank]), first=comm.rank == 0))
     return write_file(path, meeting, entries, attrs, [part for part in held if part[0].size], writers)
 
 
-def _row(step: int, group: Group) -> _Row:
-    return _Row(step, group.ordinal, len(group.prompt_P), tuple(len(t.tokens_T) for t in group.trajectories))
+def _key(trained: Trained) -> tuple[int, int]:
+    """(step, ordinal): what a home's groups are sorted by, and what no two may share."""
+    return trained[0], trained[1].ordinal
 
 
-class _Places:
-    """Offsets of every group in the flat arrays, the same on all ranks."""
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Groups, samples, prompt tokens and new tokens of some ranks' part of a segment."""
 
-    def __init__(self, rows: Sequence[_Row]) -> None:
-        self.index = {(row.step, row.ordinal): g for g, row in enumerate(rows)}
-        self.prompts = np.cumsum([0] + [row.prompt for row in rows], dtype=np.int64)
-        self.samples = np.cumsum([0] + [len(row.samples) for row in rows], dtype=np.int64)
-        self.tokens = np.cumsum([0] + [count for row in rows for count in row.samples], dtype=np.int64)
+    groups: int = 0
+    samples: int = 0
+    prompts: int = 0
+    tokens: int = 0
 
-    def length(self, name: str) -> int:
-        groups, samples = len(self.index), int(self.samples[-1])
-        lengths = {"prompt_offsets": groups + 1, "sample_offsets": samples + 1, "prompt_tokens": int(self.prompts[-1])}
-        if name in lengths:
-            return lengths[name]
-        return groups if name in GROUP_COLUMNS else samples if name in SAMPLE_COLUMNS else int(self.tokens[-1])
+    @classmethod
+    def of(cls, mine: Sequence[Trained]) -> _Sizes:
+        samples = [t for _, group in mine for t in group.trajectories]
+        prompts = sum(len(group.prompt_P) for _, group in mine)
+        return cls(len(mine), len(samples), prompts, sum(len(t.tokens_T) for t in samples))
+
+    @classmethod
+    def sum(cls, parts: Sequence[_Sizes]) -> _Sizes:
+        return cls(*(sum(getattr(part, f.name) for part in parts) for f in fields(cls)))
+
+    def of_array(self, name: str) -> int:
+        """Elements of the array `name`; an array of offsets has one more than what it cuts."""
+        fixed = {
+            "prompt_offsets": self.groups + 1,
+            "sample_offsets": self.samples + 1,
+            "prompt_tokens": self.prompts,
+        }
+        if name in fixed:
+            return fixed[name]
+        return self.groups if name in GROUP_COLUMNS else self.samples if name in SAMPLE_COLUMNS else self.tokens
 
 
-def _parts(places: _Places, step: int, group: Group) -> Iterable[tuple[Box, Any]]:
-    """One group's piece of every array."""
-    g = places.index[step, group.ordinal]
-    s, samples = int(places.samples[g]), group.trajectories
-    for name in GROUP_COLUMNS:
-        yield _part(name, g, [step if name == "step" else getattr(group, name)])
-    yield _part("prompt_tokens", int(places.prompts[g]), group.prompt_P)
-    yield _part("sample_group", s, [g] * len(samples))
-    yield _part("reward", s, [sample.reward for sample in samples])
-    yield _part("status", s, [str(sample.status).encode() for sample in samples])
-    yield _part("finish", s, [sample.finish.encode() for sample in samples])
-    for name, field in {"tokens": "tokens_T", "logp": "logp_T", "version": "version_T"}.items():
-        joined = np.concatenate([getattr(sample, field) for sample in samples]) if samples else []
-        yield _part(name, int(places.tokens[s]), joined)
+def _parts(mine: Sequence[Trained], before: _Sizes, first: bool) -> Iterable[tuple[Box, Any]]:
+    """This rank's piece of every array, behind those of the ranks before it.
+
+    Offsets are the ends of what they cut; the 0 that begins them is the first rank's.
+    """
+    groups = [group for _, group in mine]
+    samples = [t for group in groups for t in group.trajectories]
+    numbers = np.arange(before.groups, before.groups + len(groups))
+    columns: dict[str, Any] = {
+        "step": [step for step, _ in mine],
+        **{name: [getattr(group, name) for group in groups] for name in GROUP_COLUMNS if name != "step"},
+        "sample_group": np.repeat(numbers, [len(group.trajectories) for group in groups]),
+        "reward": [t.reward for t in samples],
+        "status": [str(t.status).encode() for t in samples],
+        "finish": [t.finish.encode() for t in samples],
+        "prompt_tokens": _joined([group.prompt_P for group in groups]),
+        "tokens": _joined([t.tokens_T for t in samples]),
+        "logp": _joined([t.logp_T for t in samples]),
+        "version": _joined([t.version_T for t in samples]),
+    }
+    for name, values in columns.items():
+        yield _part(name, before.of_array(name), values)
+    ends = {
+        "prompt_offsets": before.prompts + np.cumsum([len(group.prompt_P) for group in groups], dtype=np.int64),
+        "sample_offsets": before.tokens + np.cumsum([len(t.tokens_T) for t in samples], dtype=np.int64),
+    }
+    for name, values in ends.items():
+        yield _part(name, before.of_array(name), values)
+        if first:
+            yield _part(name, 0, [0])
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(arrays) if arrays else np.empty(0)
 
 
 def _part(name: str, first: int, values: Any) -> tuple[Box, Any]:
@@ -180,7 +204,7 @@ def read_segment(path: Path) -> tuple[list[Trained], dict[str, Any]]:
         numbers = (int(a[name][g]) for name in ("attempt", "replica"))
         group = Group(int(a["ordinal"][g]), int(a["item"][g]), prompt_P, trajectories, *numbers)
         found.append((int(a["step"][g]), group))
-    return found, structure.attrs
+    return sorted(found, key=_key), structure.attrs
 
 
 def supersede(directory: Path, named: Iterable[str]) -> list[Path]:

@@ -90,6 +90,6 @@ def _batches(config: Config, dp: int) -> Iterator[list[Pair]]:
         pairs = []
         for number in range(step * size + dp, (step + 1) * size, ranks):
             item = task.item(item_of(config.seed, number, len(task)))
-            answer = tokenizer.encode(item.answer, add_special_tokens=False) + [tokenizer.eos_token_id]
+            answer = [*tokenizer.encode(item.answer, add_special_tokens=False), tokenizer.eos_token_id]
             pairs.append((encode(tokenizer, item, config.train_dataset.system_prompt), answer))
         yield pairs
