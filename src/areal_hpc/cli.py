@@ -150,19 +150,26 @@ def layout(
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs, so ranks, of a node.")],
     overrides: Overrides = None,
 ) -> None:
-    """Print which rank does what, without an allocation. Refuses (78) what a job would refuse.
+    """Print which rank does what, without an allocation.
+
+    Refuses (78) sizes and placements that a job would refuse; also those that the model does not
+    divide over, where actor.path is at hand.
 
     \b
     Example:
       areal-hpc layout --config configs/areal_32b.yaml --nodes 16 --gpus-per-node 8
     """
+    from areal_hpc.layout.spec import read_spec
     from areal_hpc.placement import place
+    from areal_hpc.reshard.update import update_plan
 
     names = [f"node{n}" for n in range(nodes) for _ in range(gpus_per_node)]
     try:
         settings = load(config, overrides)
         across = settings.cluster.tp_across_nodes
         places = place(names, settings.actor.parallel, settings.rollout.parallel, across)
+        if (Path(settings.actor.path) / "config.json").is_file():
+            update_plan(read_spec(settings.actor.path), settings.actor.parallel, settings.rollout.parallel, places)
     except ConfigError as error:
         _fail(str(error), Exit.BAD_CONFIG)
     typer.echo(_picture(settings, places))

@@ -210,7 +210,9 @@ class RolloutConfig:
     gpu_memory_utilization: float = key(0.85, "share of a GPU's memory for vLLM")
     enable_prefix_caching: bool = key(True, "share KV of equal prefixes within one version")
     enforce_eager: bool = key(False, "GPU: no CUDA graphs")
-    verify: Verify = key(Verify.always, "checksums and probe after an update: always, first version only, never")
+    verify: Verify = key(
+        Verify.always, "always: checksums and probe of each version; first: the probe once per start; never: neither"
+    )
     verify_tolerance: ToleranceConfig = key(ToleranceConfig, "bounds of the probe")
     reward_workers: int = key(1, "reward processes of each replica")
     reward_timeout_s: float = key(15.0, "seconds after which a reward worker is killed")
@@ -231,7 +233,7 @@ class RolloutConfig:
 class DatasetConfig:
     type: str = key("arithmetic", "the task: arithmetic, reasoning_gym or file")
     path: str = key("", "reasoning_gym: name of its task; file: a JSONL file")
-    batch_size: int = key(16, "B: prompts of one training step; evaluation: prompts in all")
+    batch_size: int = key(16, "B: prompts of one training step (an evaluation takes all items)")
     size: int = key(10000, "prompts of a generated dataset")
     options: dict[str, Any] = key(dict, "what the task itself takes, e.g. {digits: 2}")
     system_prompt: str = key("", "put before the question where the tokenizer has a chat template")

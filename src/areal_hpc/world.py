@@ -207,7 +207,9 @@ class World:
             communicators.wait(self.comm.Ibarrier(), "end", MEET_LIMIT_S)
             code = worst(self.comm.allgather(int(code)))
             if self.rank == 0:
-                write_exit(self._exit_path, Outcome(code, _MEANING.get(code, "crashed"), 0, self.place.role))
+                write_exit(
+                    self._exit_path, Outcome(code, _MEANING.get(code, f"ended with code {code}"), 0, self.place.role)
+                )
             self._phases.mark(ranktable.State.ENDED)
             self.spawner.close()
             # Launchers may kill all ranks when the first leaves with a code: nobody leaves before all are done.
@@ -253,6 +255,7 @@ _MEANING = {
     Exit.DONE: "done",
     Exit.REQUEUE: "stopped in good order; to be started again",
     Exit.BAD_CONFIG: "bad configuration",
+    Exit.CRASH: "stopped in good order, but with no new checkpoint",  # a crash does not come to `end`
 }
 
 

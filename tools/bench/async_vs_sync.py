@@ -14,7 +14,7 @@ Runs alternate, and so does which comes first. The first 3 steps do not count; w
 saves (one every 10 steps) do. Every run goes on for eta steps more than are counted, so that the
 counted steps end, as they begin, with rollout ahead of training. The last line is JSON.
 
-Example: python tools/bench/async_vs_sync.py --repeats 5 --model runs/quickstart/warmup/hf
+Example: python tools/bench/async_vs_sync.py --repeats 5 --model models/quickstart/seed1/warm
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def machine() -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=Path("runs/quickstart/warmup/hf"), help="warm-up checkpoint")
+    parser.add_argument("--model", type=Path, default=Path("models/quickstart/seed1/warm"), help="warm-up checkpoint")
     parser.add_argument("--repeats", type=int, default=5, help="alternated pairs of runs for each workload")
     parser.add_argument("--steps", type=int, default=30, help="training steps that count in each run")
     parser.add_argument("--async-threads", type=int, default=1, help="threads of each rank in the async runs")

@@ -36,11 +36,6 @@ LAYER = {
     "mlp.up_proj.weight": "mlp.linear_fc1.weight",
     "mlp.down_proj.weight": "mlp.linear_fc2.weight",
 }
-# Transformer Engine's layer specs (GPU) keep the norm inside the linear layer that follows it
-FUSED_NORM = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "post_attention_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-}
 
 
 def padded_vocab(spec: ModelSpec, tp: int) -> int:
@@ -68,13 +63,12 @@ def trainer_pieces(
     pp_rank: int,
     *,
     copies: bool = False,
-    fused_norm: bool = False,
 ) -> list[Piece]:
     """The pieces of a trainer rank, the same for all its DP peers.
 
     `copies` adds the tied embedding that the last of several stages holds as output_layer.weight:
-    it must be loaded, and is never a source. `fused_norm`: parameter names of the Transformer Engine
-    layer specs. Raises ConfigError when the model does not divide over the layout.
+    it must be loaded, and is never a source. Raises ConfigError when the model
+    does not divide over the layout.
     """
     check_trainer(spec, parallel)
     stage = spec.layers // parallel.pp
@@ -84,7 +78,7 @@ def trainer_pieces(
             number, suffix = name.removeprefix("model.layers.").split(".", 1)
             owner, local = divmod(int(number), stage)
             if owner == pp_rank:
-                param = f"decoder.layers.{local}.{_layer_param(suffix, fused_norm)}"
+                param = f"decoder.layers.{local}.{_layer_param(suffix)}"
                 pieces += _layer_pieces(spec, parallel.tp, tp_rank, name, suffix, param, shape)
             continue
         for param, owner in _outer_params(name, parallel.pp, spec.tied and copies):
@@ -93,15 +87,13 @@ def trainer_pieces(
     return pieces
 
 
-def trainer_shapes(
-    spec: ModelSpec, parallel: Parallel, tp_rank: int, pp_rank: int, *, fused_norm: bool = False
-) -> dict[str, tuple[int, ...]]:
+def trainer_shapes(spec: ModelSpec, parallel: Parallel, tp_rank: int, pp_rank: int) -> dict[str, tuple[int, ...]]:
     """Shape of every live parameter of the rank, padding and copies included, by Megatron's name."""
     shapes: dict[str, tuple[int, ...]] = {}
     vocabulary = (padded_vocab(spec, parallel.tp) // parallel.tp, spec.hidden)
     if pp_rank == 0:
         shapes["embedding.word_embeddings.weight"] = vocabulary
-    for piece in trainer_pieces(spec, parallel, tp_rank, pp_rank, copies=True, fused_norm=fused_norm):
+    for piece in trainer_pieces(spec, parallel, tp_rank, pp_rank, copies=True):
         end = tuple(map(int.__add__, piece.at, piece.box.shape))
         shapes[piece.param] = tuple(map(max, shapes.get(piece.param, end), end))
     if pp_rank == parallel.pp - 1 and (parallel.pp > 1 or not spec.tied):
@@ -111,10 +103,10 @@ def trainer_shapes(
     return shapes
 
 
-def _layer_param(suffix: str, fused_norm: bool) -> str:
+def _layer_param(suffix: str) -> str:
     if suffix not in LAYER:
         raise ConfigError(f"{suffix}: a tensor of the model's family that the Megatron layout has no entry for")
-    return FUSED_NORM.get(suffix, LAYER[suffix]) if fused_norm else LAYER[suffix]
+    return LAYER[suffix]
 
 
 def _outer_params(name: str, pp: int, copies: bool) -> Iterator[tuple[str, int]]:

@@ -16,21 +16,21 @@ A record of kind "step" (what the loop knows, in these names; unknown values are
     staleness_mean, staleness_max
                             step minus the version that made the token, over trained tokens
     stale_tokens            trained tokens made by a version older than `step`
-    wait_s, wait_ordinal    trainer's wait for the batch; the ordinal at the head of the line
-                            for most of that wait, -1 for none
+    wait_s, wait_ordinal    the longest wait for one ordinal at the head of the line, and which; 0 and -1 for none
     update_s                proximal log-probabilities, advantages, minibatches
-    publish_s               UPDATE sent until every replica has committed
+    publish_s               the probe's log-probabilities, READY of all replicas, the exchange as far as this rank
     save_s, eval_s          0 when there was none
     generated_tokens        tokens sampled by all replicas since the record before
     generate_s              seconds inside engine steps since the record before, mean over replicas
     dropped                 ordinals dropped since the record before
+    skipped_minibatches     left out behind one with a loss or gradient that is not finite
     moved_bytes             sent in the weight update, counted at the MPI calls
     loss, entropy, grad_norm, lr, clip_ratio, approx_kl/behave, importance_weight/mean, ...
                             what the actor's update returned, under its names (Outcome.metrics)
 
 A record of kind "eval" (`version` is the one evaluated; 0 is before training):
 
-    kind, attempt, version, time, time_s, prompts, reward_mean, answer_tokens_mean, truncated_share
+    kind, attempt, version, time, time_s, prompts, reward_mean, failed (samples that could not be scored)
 
 A value that is not finite is `null` in the file (JSON has no NaN) and NaN in TensorBoard.
 TensorBoard's step axis counts versions: the point of step i lies at i + 1, beside an

@@ -39,7 +39,7 @@ def roll(config: Config, world: World) -> int:
         seed=config.seed + place.dp,
         tp_rank=place.tp,
         store=world.torch_store(world.replica_comm) if world.replica_comm.size > 1 else None,
-        device=place.local_rank,
+        device=place.local_rank % max(1, torch.cuda.device_count()),
     )
     plan = update_plan(spec, config.actor.parallel, config.rollout.parallel, world.places)
     mailbox = Mailbox(world)

@@ -54,6 +54,7 @@ __all__ = [
     "prune",
     "read_attrs",
     "save",
+    "supersede",
     "verify",
 ]
 
@@ -182,7 +183,8 @@ class Restored:
 def load_newest(directory: Path, comm: MPI.Comm, wanted: Tensors, **options: Any) -> Restored | None:
     """Collective: `load` (with its options) the newest checkpoint that verifies; None where there is none.
 
-    Raises CheckpointError listing every file and why it was refused where none can be loaded.
+    Files that were passed over are renamed to `*.refused` (kept, but no longer counted by `find` and
+    `prune`). Raises CheckpointError listing every file and why it was refused where none can be loaded.
     """
     meeting = Meeting(comm, directory, options.get("deadline_s", 1800.0), options.get("on_wait", lambda: None))
     paths = meeting.share(find(directory) if comm.rank == 0 else None)[0]
@@ -193,6 +195,9 @@ def load_newest(directory: Path, comm: MPI.Comm, wanted: Tensors, **options: Any
         except CheckpointError as error:
             refused.append(str(error))
         else:
+            with meeting.step("setting aside what was refused"):
+                if comm.rank == 0:
+                    _rename(paths[: len(refused)], ".refused")
             return Restored(path, blobs, attrs, refused)
     if refused:
         raise CheckpointError(f"{directory}: no checkpoint can be loaded:\n  " + "\n  ".join(refused))
@@ -228,6 +233,15 @@ def find(directory: Path) -> list[Path]:
     """The checkpoints in a directory by name, newest (highest step) first; none where it does not exist."""
     found = directory.iterdir() if directory.is_dir() else ()
     return sorted((path for path in found if NAME.fullmatch(path.name)), reverse=True)
+
+
+def supersede(directory: Path) -> list[Path]:
+    """Rank 0, where a run starts over in its folder: rename its checkpoints to `*.superseded`; the new paths."""
+    return _rename(find(directory), ".superseded")
+
+
+def _rename(paths: Sequence[Path], suffix: str) -> list[Path]:
+    return [path.rename(path.with_name(path.name + suffix)) for path in paths]
 
 
 def prune(directory: Path, keep_last: int) -> list[Path]:

@@ -34,8 +34,8 @@ def train_sft(
     config: SftConfig,
     on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None,
     on_microbatch: Callable[[], None] = lambda: None,
-) -> None:
-    """Collective over the trainer ranks: one optimizer step for each of `batches`.
+) -> int:
+    """Collective over the trainer ranks: one optimizer step for each of `batches`; returns how many were made.
 
     Each batch is this DP rank's share, given alike to its TP and PP ranks; every rank gets
     as many batches. `on_step(step, metrics)` is called on every rank with loss (nats a
@@ -46,6 +46,7 @@ def train_sft(
     recent: deque[float] = deque(maxlen=SMOOTH)
     optimizer = model.optimizer
     schedule = replace(model.actor.optimizer, lr=config.lr, warmup_steps=config.warmup_steps)
+    step = -1
     for step, pairs in enumerate(batches):
         began = time.perf_counter()
         rate = learning_rate(step, config.steps, schedule)
@@ -64,7 +65,8 @@ def train_sft(
         on_step(step, {"loss": loss, "grad_norm": norm, "lr": rate, "tokens": tokens, "seconds": seconds})
         recent.append(loss)
         if len(recent) == SMOOTH and sum(recent) / SMOOTH < config.until_loss:
-            return
+            break
+    return step + 1
 
 
 def _loss(model: Model, tokens: float) -> Callable[[Tensor, Microbatch], tuple[Tensor, Tensor]]:

@@ -1,6 +1,7 @@
 """What a run keeps: saved as one consistent cut, restored on any layout. Collective over the trainer ranks.
 
-    checkpoints/step-*.h5    master weights and moments; blobs: ledger, groups/<home>, rng/<rank>, config.yaml
+    checkpoints/step-*.h5    master weights and moments; blobs: ledger, segments, groups/<home>,
+                             rng/<rank>, config.yaml
     trajectories/*.h5        what was trained since the checkpoint before: one segment per checkpoint
 
 The segment is written first and named in the checkpoint, so a segment without a checkpoint that names
@@ -75,6 +76,8 @@ class State:
                 deadline_s=self.config.deadlines.save_s,
                 on_wait=pump,
             )
+        elif self._comm.rank == 0:
+            checkpoint.supersede(self.run_dir / CHECKPOINTS)  # else the next saves, of lower steps, would be pruned
         if found is None:
             self.binding.load_hf(self.config.actor.path)
             restored = Restored()
@@ -87,7 +90,7 @@ class State:
 
     def _mine(self, name: str) -> bool:
         """Groups may go to any home now, so every rank reads them all; RNG only its own."""
-        return name == "ledger" or name.startswith("groups/") or name == f"rng/{self._comm.rank}"
+        return name in ("ledger", "segments") or name.startswith("groups/") or name == f"rng/{self._comm.rank}"
 
     def _read(self, found: checkpoint.Restored) -> Restored:
         attrs, blobs = found.attrs, found.blobs
@@ -100,7 +103,7 @@ class State:
         state = json.loads(blobs["ledger"])
         groups = restorable(groups, ledger(self.config, state), self.config.rollout.order)
         step = int(attrs["step"])
-        return Restored(step, found.path.name, state, groups, list(attrs["segments"]), found.refused)
+        return Restored(step, found.path.name, state, groups, json.loads(blobs["segments"]), found.refused)
 
     def save(
         self,
@@ -131,7 +134,6 @@ class State:
             "optimizer_steps": self.binding.step_count,
             "trainer_ranks": self._comm.size,
             "backend": self.config.actor.backend,
-            "segments": self.segments,
         }
         checkpoint.save(
             checkpoint.checkpoint_path(self.run_dir / CHECKPOINTS, step),
@@ -152,7 +154,11 @@ class State:
         if self.world.is_home:
             blobs[f"groups/{self.world.place.dp}"] = pack_groups(waiting)
         if book is not None:
-            blobs |= {"ledger": json.dumps(book).encode(), "config.yaml": dump(self.config).encode()}
+            blobs |= {
+                "ledger": json.dumps(book).encode(),
+                "segments": json.dumps(self.segments).encode(),
+                "config.yaml": dump(self.config).encode(),
+            }
         return blobs
 
     def close(self) -> None:

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from areal_hpc import tasks
-from areal_hpc.config import Config, ConfigError
+from areal_hpc.config import Config, ConfigError, dump
 from areal_hpc.layout.families import logical_tensors
 from areal_hpc.layout.spec import read_spec
+from areal_hpc.observe.attempts import save_config
 from areal_hpc.observe.progress import duration
 from areal_hpc.storage import checkpoint, hf
 from areal_hpc.stream.ledger import item_of
@@ -44,6 +45,8 @@ def warm_up(config: Config, world: World) -> int:
     model = Model(spec, config.actor, groups, config.seed)
     binding = TrainerBinding(model)
     binding.load_hf(config.actor.path)
+    if world.rank == 0:
+        save_config(world.run_dir, dump(config))
     total = 0.0
 
     def tell(step: int, metrics: dict[str, float]) -> None:
@@ -56,16 +59,16 @@ def warm_up(config: Config, world: World) -> int:
                 f"sft {step + 1}/{sft.steps}  loss {metrics['loss']:.3f}  {left} left", file=world.terminal, flush=True
             )
 
-    train_sft(model, _batches(config, groups.dp), sft, tell, world.beat)
+    steps = train_sft(model, _batches(config, groups.dp), sft, tell, world.beat)
     world.phase("save", config.deadlines.save_s)
-    path = checkpoint.checkpoint_path(world.run_dir / CHECKPOINTS, sft.steps)
+    path = checkpoint.checkpoint_path(world.run_dir / CHECKPOINTS, steps)
     checkpoint.save(
         path,
         world.role_comm,
         {"master": binding.state_views()["master"]},
         logical_tensors(spec),
         {},
-        {"step": sft.steps},
+        {"step": steps},
         writers(world, config.saver.writers_per_node),
         deadline_s=config.deadlines.save_s,
     )

@@ -219,10 +219,10 @@ class Worker:
     # -- records ------------------------------------------------------------------------------
 
     def _record(self, decision: Decision, outcome: Outcome | None, facts: dict, **seconds: float) -> None:
-        m = outcome.metrics if outcome is not None else {}
         asked = self.config.actor.ppo_n_minibatches
         record = self.metrics.step(
             decision.step,
+            **(outcome.metrics if outcome is not None else {}),
             **facts,
             **seconds,
             **self._generation(),
@@ -231,13 +231,6 @@ class Worker:
             wait_ordinal=decision.waited_ordinal,
             dropped=self._drops(),
             skipped_minibatches=asked - outcome.applied if outcome is not None and not outcome.finite else 0,
-            loss=m.get("loss"),
-            entropy=m.get("entropy"),
-            grad_norm=m.get("grad_norm"),
-            lr=m.get("lr"),
-            clip_share=m.get("clip_ratio"),
-            importance_mean=m.get("importance_weight/mean"),
-            kl_behave=m.get("approx_kl/behave"),
             save_s=self._save_s,
             eval_s=self._eval_s,
         )
