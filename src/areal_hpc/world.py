@@ -207,9 +207,7 @@ class World:
             communicators.wait(self.comm.Ibarrier(), "end", MEET_LIMIT_S)
             code = worst(self.comm.allgather(int(code)))
             if self.rank == 0:
-                write_exit(
-                    self._exit_path, Outcome(code, _MEANING.get(code, f"ended with code {code}"), 0, self.place.role)
-                )
+                write_exit(self._exit_path, Outcome(code, _MEANING.get(code, "ended"), 0, self.place.role))
             self._phases.mark(ranktable.State.ENDED)
             self.spawner.close()
             # Launchers may kill all ranks when the first leaves with a code: nobody leaves before all are done.
