@@ -154,3 +154,14 @@ def test_groups_too_old_for_a_smaller_eta_are_generated_again():
     assert [g.ordinal for g in restorable(groups, book, Order.fifo)] == [0, 1, 2, 3, 4, 5]
     assert [g.ordinal for g in restorable(groups, smaller, Order.fifo)] == [0, 1, 2, 3]
     assert len(restorable(groups, smaller, Order.ready)) == 6
+
+
+def test_a_group_that_was_dropped_while_its_home_saved_is_not_restored():
+    book = Ledger(2, 4, SEED, 9, 2)
+    book.claim(6, 0)
+    book.drop([0, 3], DropReason.STALE)  # 0 lies below the watermark, 3 above it
+    restored = Ledger.from_state(book.state(), B=2, eta=4, seed=SEED, total_steps=9, max_drops_per_step=2)
+    for order in Order:
+        kept = [g.ordinal for g in restorable([make_group(t) for t in range(6)], restored, order)]
+        assert kept == [1, 2, 4, 5]
+    restored.delivered(kept)

@@ -131,3 +131,10 @@ def test_prompts() -> None:
     assert prompts.encode(Tokenizer(None), item, "ignored") == [ord(c) for c in item.prompt]
     chat = "".join(map(chr, prompts.encode(Tokenizer("template"), item, "Be brief.")))
     assert chat == f"<system>Be brief.<user>{item.prompt}<assistant>"
+
+
+def test_a_missing_tokenizer_is_a_matter_of_its_key(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer_path=.*nowhere: no such directory"):
+        prompts.load_tokenizer(str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match=r"tokenizer_path=.*: no tokenizer that can be loaded"):
+        prompts.load_tokenizer(str(tmp_path))

@@ -60,7 +60,6 @@ def report(world: World) -> None:
         "leaders": world.leaders,
         "flags": [world.is_trainer, world.is_rollout, world.is_home, world.is_leader],
         "job": world.job,
-        "attempt": world.attempt,
         "gloo": os.environ.get("GLOO_SOCKET_IFNAME"),
         "spawner": os.path.exists(f"/proc/{world.spawner.pid}"),
     }

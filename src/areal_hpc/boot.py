@@ -34,11 +34,10 @@ MEET_LIMIT_S = 120.0  # for all ranks to come to an end, once one is there
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Whose start of the run this is; `attempt` counts the starts that began to train before."""
+    """Whose start of the run this is."""
 
     name: str
     restart: int
-    attempt: int = 0
 
 
 @dataclass

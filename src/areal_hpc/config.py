@@ -293,6 +293,10 @@ class SftConfig:
     warmup_steps: int = key(20, "steps over which the learning rate rises linearly")
     output: str = key("", "Hugging Face directory for the result; empty: <run>/hf")
 
+    def check(self, at: str) -> None:
+        for name in ("steps", "batch_size"):
+            require(getattr(self, name) > 0, f"{at}.{name}", getattr(self, name), "at least 1")
+
 
 @dataclass
 class Config:
@@ -301,7 +305,9 @@ class Config:
     seed: int = key(1, "data order, sampling and initialisation")
     total_train_steps: int = key(100, "training steps in all, over all attempts")
     tokenizer_path: str = key("${actor.path}", "Hugging Face directory of the tokenizer")
-    recover: str = key("auto", "auto: go on from the newest checkpoint that verifies; fresh: start over in this folder")
+    recover: str = key(
+        "auto", "auto: go on from the newest checkpoint that verifies; fresh: start over (a requeued job goes on)"
+    )
     cluster: ClusterConfig = key(ClusterConfig, "the machine")
     actor: ActorConfig = key(ActorConfig, "trainer")
     rollout: RolloutConfig = key(RolloutConfig, "generation")

@@ -1,8 +1,9 @@
-"""One log file per node and attempt for everything the ranks print, libraries included.
+"""One log file per node for everything the ranks print, libraries included.
 
 Descriptors 1 and 2 are replaced, not Python's objects, so that what C libraries and helper
 processes write lands there too. The file is opened for appending: lines of several ranks mix
-but do not overwrite each other. Records of Python's logging say which rank they are from.
+but do not overwrite each other, and a later start of the run goes on behind an earlier one.
+Records of Python's logging say which rank they are from.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from pathlib import Path
 from typing import TextIO
 
 
-def log_path(run_dir: str | Path, node: str, attempt: int) -> Path:
-    return Path(run_dir) / "log" / f"{node}.{attempt}.log"
+def log_path(run_dir: str | Path, node: str) -> Path:
+    return Path(run_dir) / "log" / f"{node}.log"
 
 
 def redirect(path: Path, name: str, keep: bool) -> tuple[TextIO, int]:

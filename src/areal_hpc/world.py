@@ -20,7 +20,6 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -96,11 +95,11 @@ def _start(base: Intracomm, ready: Booted, config: Config, rollout: bool) -> Wor
     error = None
     if base.rank == 0:
         try:
-            job = _open_run(ready.spawner, config, job)
+            _open_run(ready.spawner, config, job)
         except ConfigError as caught:
             error = caught
     agree(base, error, config, job)
-    return World(config, ready, base.bcast(job, 0), places, communicators.split(base, places), local)
+    return World(config, ready, job, places, communicators.split(base, places), local)
 
 
 class World:
@@ -122,7 +121,7 @@ class World:
         self.rank, self.size = comms.comm.rank, comms.comm.size
         self.places, self.place = places, places[comms.comm.rank]
         self.run_dir = Path(config.run_dir)
-        self.job, self.restart, self.attempt = job.name, job.restart, job.attempt
+        self.job, self.restart = job.name, job.restart
         self.comm, self.role_comm, self.replica_comm = comms.comm, comms.role, comms.replica
         self.mail, self.control, self.exchange = comms.mail, comms.control, comms.exchange
         self.homes = [p.rank for p in by_dp(places, Role.TRAINER)]
@@ -146,7 +145,7 @@ class World:
         phases.phase("start", limit_s)
         if local.rank == 0:
             hang = self.run_dir / "log" / f"hang.{self.place.node}.txt"
-            log = logs.log_path(self.run_dir, self.place.node, self.attempt)
+            log = logs.log_path(self.run_dir, self.place.node)
             self.spawner.watch(WatchFiles(self.place.node, str(path), str(log), str(hang), str(self._exit_path)))
         return phases
 
@@ -167,10 +166,12 @@ class World:
         return self.rank in self.leaders
 
     def redirect_logs(self) -> None:
-        """From now on this rank prints to log/<node>.<attempt>.log; rank 0 keeps `terminal`."""
-        path = logs.log_path(self.run_dir, self.place.node, self.attempt)
+        """From now on this rank prints to log/<node>.log; rank 0 keeps `terminal`."""
+        path = logs.log_path(self.run_dir, self.place.node)
         name = f"rank {self.rank} {self.place.role}"
         self.terminal, self._stderr = logs.redirect(path, name, keep=self.rank == 0)
+        if self.place.local_rank == 0:
+            print(f"--- job {self.job} restart {self.restart}, {datetime.now(UTC).isoformat(timespec='seconds')}")
         if self.is_leader or self.place.local_rank == 0:
             self.spawner.log(path)
 
@@ -270,14 +271,12 @@ def _job() -> Job:
     return Job(f"local-{datetime.now(UTC):%Y%m%dT%H%M%S}", 0)
 
 
-def _open_run(spawner: Spawner, config: Config, job: Job) -> Job:
-    """Rank 0: make the run folder, take its lock, count its attempts. Raises ConfigError."""
+def _open_run(spawner: Spawner, config: Config, job: Job) -> None:
+    """Rank 0: make the run folder and take its lock. Raises ConfigError."""
     run_dir = Path(config.run_dir)
     try:
         (run_dir / "log").mkdir(parents=True, exist_ok=True)
         spawner.hold(runlock.RunLock.acquire(runlock.lock_path(run_dir), job.name, job.restart, os.getpid()))
-        attempts = run_dir / "attempts.jsonl"
-        return replace(job, attempt=attempts.read_bytes().count(b"\n") if attempts.exists() else 0)
     except runlock.LockHeld as error:
         raise ConfigError(f"trial_name={config.trial_name}: {error}. Or choose another trial_name") from None
     except OSError as error:

@@ -25,6 +25,7 @@ A record of kind "step" (what the loop knows, in these names; unknown values are
     dropped                 ordinals dropped since the record before
     skipped_minibatches     left out behind one with a loss or gradient that is not finite
     moved_bytes             sent in the weight update, counted at the MPI calls
+    probe_max               largest log-probability difference of the newest version that was proved, all replicas
     loss, entropy, grad_norm, lr, clip_ratio, approx_kl/behave, importance_weight/mean, ...
                             what the actor's update returned, under its names (Outcome.metrics)
 

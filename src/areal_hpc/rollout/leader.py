@@ -115,12 +115,14 @@ class Leader:
     # -- one turn -----------------------------------------------------------------------------
 
     def decide(self, room: int, busy: bool, proving: bool) -> Turn:
-        """The next turn. Returns at once when the engine is busy, else waits until there is something to do.
+        """The next turn. Returns at once when the engine is busy, else waits until there is something to do,
+        or a second: the other ranks of the replica wait for this one and hear that it lives.
 
         room: samples that the engine still takes. proving: a version is received and not yet proved;
         until it is, nothing is admitted and no other version accepted. Nor is one while held-out
         prompts are under way: an evaluation is of one version.
         """
+        began = time.monotonic()
         while True:
             self.serve()
             if self._end is not None:
@@ -128,7 +130,7 @@ class Leader:
             if self._updates and not proving and not self.evaluation.open:
                 return Turn(update=self._updates.popleft())
             turn = Turn() if proving else Turn(requests=tuple(self._admit(room)))
-            if busy or not turn.empty:
+            if busy or not turn.empty or time.monotonic() - began >= ALIVE_S:
                 return turn
             self.world.phase("idle", self.config.deadlines.batch_s, version=self.version)
             time.sleep(IDLE_S)

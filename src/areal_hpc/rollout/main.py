@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from areal_hpc import tasks
-from areal_hpc.config import Config, ConfigError, DatasetConfig
+from areal_hpc.config import Config, ConfigError, DatasetConfig, Verify
 from areal_hpc.layout.spec import ModelSpec, read_spec
 from areal_hpc.observe import trace
 from areal_hpc.observe.trace import Trace
@@ -22,7 +22,7 @@ from areal_hpc.rollout.rewards import RewardPool
 from areal_hpc.rollout.worker import Worker
 from areal_hpc.stream import begin
 from areal_hpc.stream.mailbox import Mailbox
-from areal_hpc.tasks.prompts import encode
+from areal_hpc.tasks.prompts import encode, load_tokenizer
 from areal_hpc.world import World
 
 
@@ -43,6 +43,8 @@ def roll(config: Config, world: World) -> int:
     )
     plan = update_plan(spec, config.actor.parallel, config.rollout.parallel, world.places)
     mailbox = Mailbox(world)
+    # The trainer may still read a checkpoint.
+    world.phase("begin", config.deadlines.start_s + config.deadlines.save_s, peer=world.homes[0])
     start = begin.share(world.comm, None, world.homes[0])
     recorder = Trace(world.rank, f"rollout replica {place.dp} tp {place.tp}", enabled=config.stats_logger.trace)
     leader = _leader(config, world, mailbox, prompts, start) if world.is_leader else None
@@ -52,13 +54,14 @@ def roll(config: Config, world: World) -> int:
         getattr(torch, config.rollout.dtype.value),
         deadline_s=config.deadlines.exchange_s,
         on_wait=leader.serve if leader else lambda: None,
-        verify=config.rollout.verify.value != "never",
+        verify=config.rollout.verify is not Verify.never,
     )
     code = Worker(config, world, mailbox, engine, exchange, recorder, leader).run()
-    world.phase("stop", config.deadlines.exchange_s)
+    limit_s = max(config.deadlines.exchange_s, config.deadlines.engine_step_s)  # other replicas end their engine step
+    world.phase("stop", 2 * limit_s)
     if leader:
         leader.close()
-    mailbox.close(config.deadlines.exchange_s)
+    mailbox.close(limit_s)
     trace.collect(recorder, world.comm, world.run_dir / "log" / f"trace.{start.attempt}.json")
     return code
 
@@ -71,9 +74,7 @@ class Prompts:
     """
 
     def __init__(self, config: Config, spec: ModelSpec) -> None:
-        from transformers import AutoTokenizer
-
-        self.tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path)
+        self.tokenizer = load_tokenizer(config.tokenizer_path)
         evaluates = config.evaluator.freq_steps or config.evaluator.at_start or config.evaluator.at_end
         self.train = self._encode(config.train_dataset, config.seed, "train")
         self.valid = self._encode(config.valid_dataset, config.seed, "valid") if evaluates else []
@@ -87,7 +88,7 @@ class Prompts:
             )
         # The probe needs its own length, and one token behind it.
         needed = max(longest + new, min(PROBE_TOKENS + 1, spec.max_position))
-        self.max_model_len = config.rollout.max_model_len or needed
+        self.max_model_len = max(config.rollout.max_model_len, needed)
 
     def _encode(self, dataset: DatasetConfig, seed: int, split: str) -> list[list[int]]:
         task = tasks.load(dataset, seed, split)

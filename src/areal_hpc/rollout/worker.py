@@ -83,6 +83,9 @@ class Worker:
         comm = self.world.replica_comm
         if comm.size == 1:
             return turn
+        if turn is None:
+            leader = self.world.leaders[self.world.place.dp]
+            self.world.phase("turn", self.config.deadlines.engine_step_s, peer=leader, version=self.engine.version)
         payload = pickle.dumps(turn, protocol=5) if turn else b""
         size = np.array([len(payload)], np.int64)
         self._wait(comm.Ibcast(size))
@@ -91,10 +94,10 @@ class Worker:
         return turn or pickle.loads(buffer.tobytes())
 
     def _wait(self, request) -> None:
+        """For the other ranks of the replica; the deadline is the phase's."""
         since = time.monotonic()
         while not request.Test():
             if time.monotonic() - since > SPIN_S:
-                self.world.phase("idle", self.config.deadlines.batch_s, version=self.engine.version)
                 time.sleep(IDLE_S)
 
     def _add(self, request) -> None:
@@ -119,7 +122,6 @@ class Worker:
             self.engine.pause()
             if self.leader:
                 self.leader.ready(version)
-            received = started
             self.engine.update(version, self._receive)
             # Every rank of the replica has the version before any of them goes on with it.
             self._wait(self.world.replica_comm.Ibarrier())
@@ -146,7 +148,7 @@ class Worker:
         fp32 = self.config.rollout.dtype is Dtype.float32 and self.config.actor.dtype is Dtype.float32
         good = worst <= tolerance.fp32_max if fp32 else mean <= tolerance.bf16_mean and worst <= tolerance.bf16_max
         if not good or not np.isfinite(worst):
-            at = int(np.nanargmax(difference)) + 1
+            at = int(difference.argmax()) + 1  # a NaN counts as the largest
             allowed = (
                 f"at most {tolerance.fp32_max} (rollout.verify_tolerance.fp32_max)"
                 if fp32

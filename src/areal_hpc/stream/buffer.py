@@ -166,12 +166,15 @@ class Inventory:
 def restorable(groups: Iterable[Group], ledger: Ledger, order: Order) -> list[Group]:
     """Of a checkpoint's undelivered groups those that may still be trained under this run's B and eta.
 
-    Under `fifo` a group whose oldest token would be staler than eta in the step that now takes it
-    (B or eta became smaller) is left out, so its ordinal is claimed and generated again. With
-    unchanged sizes every group passes. `ledger` is the restored one.
+    A group whose ordinal is settled is left out: trainer rank 0 has dropped it, and its home had not heard
+    so when it saved (`Discard` and the command to save go by two communicators). Under `fifo` a group
+    whose oldest token would be staler than eta in the step that now takes it (B or eta became smaller)
+    is left out too, so its ordinal is claimed and generated again. With unchanged sizes every other
+    group passes. `ledger` is the restored one.
     """
+    groups = [g for g in groups if ledger.unsettled(g.ordinal, g.ordinal + 1)]
     if order is not Order.fifo:
-        return list(groups)
+        return groups
     return [g for g in groups if g.oldest_version >= ledger.step_of(g.ordinal) - ledger.eta]
 
 

@@ -129,14 +129,10 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """By mail, leader to every home, behind the last group queued for it: the cut of `step`.
-
-    `ledger` is the owner's `Ledger.state()` (from replica 0), None from the others.
-    """
+    """By mail, leader to every home, behind the last group queued for it: the cut of `step`."""
 
     replica: int
     step: int
-    ledger: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +163,11 @@ class Alive:
 
 
 @dataclass(frozen=True, slots=True)
+class Working:
+    """Trainer rank 0 to all other trainer ranks, once a second while it waits for replicas: a sign of life."""
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluate:
     """Trainer rank 0 to every leader: score your share of the held-out prompts with `version`."""
 
@@ -194,6 +195,6 @@ class StopRequest:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Trainer rank 0 to every leader and home: leave the loop in good order; the job ends with `code`."""
+    """Trainer rank 0 to every leader: leave the loop in good order; the job ends with `code`."""
 
     code: int

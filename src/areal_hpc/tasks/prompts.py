@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from areal_hpc.config import ConfigError
 from areal_hpc.tasks import Item
+
+
+def load_tokenizer(path: str) -> Any:
+    """The Hugging Face tokenizer of a directory. Raises ConfigError naming the key where there is none."""
+    from transformers import AutoTokenizer
+
+    if not Path(path).is_dir():
+        raise ConfigError(f"tokenizer_path={path}: no such directory; expected that of a Hugging Face tokenizer")
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"tokenizer_path={path}: no tokenizer that can be loaded: {error}") from None
 
 
 def encode(tokenizer: Any, item: Item, system_prompt: str = "") -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from areal_hpc.config import Config, dump
+from areal_hpc.config import Config, Verify, dump
 from areal_hpc.layout.spec import read_spec
 from areal_hpc.observe import trace
 from areal_hpc.observe.attempts import Attempt, begin_attempt, save_config
@@ -42,7 +42,9 @@ def train(config: Config, world: World) -> int:
     actor = Actor(model, config.actor, config.gconfig.temperature, config.total_train_steps)
     binding = TrainerBinding(model)
     state = State(config, world, model, binding, actor)
-    restored = state.restore(world.beat)
+    world.phase("restore", config.deadlines.save_s)
+    restored = state.restore()
+    world.phase("begin", config.deadlines.save_s, peer=world.homes[0])
     attempt = _attempt(config, world, restored) if is_root else None
     delivered = tuple(sorted(group.ordinal for group in restored.groups))
     start = begin.share(
@@ -57,7 +59,7 @@ def train(config: Config, world: World) -> int:
         getattr(torch, config.rollout.dtype.value),
         deadline_s=config.deadlines.exchange_s,
         on_wait=lambda: worker.pump(),
-        verify=config.rollout.verify.value != "never",
+        verify=config.rollout.verify is not Verify.never,
     )
     recorder = Trace(
         world.rank, f"trainer dp {place.dp} tp {place.tp} pp {place.pp}", enabled=config.stats_logger.trace
@@ -68,14 +70,17 @@ def train(config: Config, world: World) -> int:
         progress = Progress(world.terminal, title, config.total_train_steps, restored.step)
         for line in restored.refused:
             progress.say(f"passed over: {line}")
+        if config.rollout.verify is Verify.never:
+            progress.say("rollout.verify=never: no version is proved, the run is unverified")
         if restored.checkpoint:
             progress.say(f"attempt {attempt.attempt} goes on from {restored.checkpoint}")
         inventory = Inventory(begin.ledger(config, restored.ledger), config.rollout.order, config.rollout.stale)
         worker.root = Root(config, world, mailbox, inventory, progress, worker.pump, attempt_start=restored.step)
         worker.metrics = Metrics(world.run_dir, attempt, tensorboard=config.stats_logger.tensorboard)
     code = worker.run(restored)
-    world.phase("stop", config.deadlines.exchange_s)
-    mailbox.close(config.deadlines.exchange_s)
+    limit_s = max(config.deadlines.exchange_s, config.deadlines.engine_step_s)  # replicas end their engine step first
+    world.phase("stop", 2 * limit_s)
+    mailbox.close(limit_s)
     trace.collect(recorder, world.comm, world.run_dir / "log" / f"trace.{start.attempt}.json")
     if worker.root is not None:
         worker.metrics.close()

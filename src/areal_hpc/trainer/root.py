@@ -37,14 +37,11 @@ from areal_hpc.stream.messages import (
     Update,
 )
 from areal_hpc.trainer.commands import IDLE_S, Checkpoint, Command, End, Train
+from areal_hpc.trainer.replicas import Replicas, RolloutSilentError
 from areal_hpc.world import World
 
 STOP_FILE_S = 1.0  # how often the run's folder is looked at for a stop file
 MARGIN_S = 30.0  # left at the end of the walltime for closing files and MPI
-
-
-class RolloutSilentError(RuntimeError):
-    """A replica that gave no sign of life, or an answer that did not come in time."""
 
 
 class Root:
@@ -62,11 +59,10 @@ class Root:
         attempt_start: int,
     ) -> None:
         self.config, self.world, self.mailbox = config, world, mailbox
-        self.inventory, self.progress, self._pump = inventory, progress, pump
+        self.inventory, self.progress = inventory, progress
+        self.replicas = Replicas(config.deadlines, world, mailbox, progress, pump)
         self.version = -1
-        self.alive: dict[int, Alive] = {}
         self.evaluations: list[tuple[int, list[Evaluated]]] = []  # finished, and not yet written
-        self._heard: dict[int, float] = {}  # replica -> when it was heard last
         self._ready: set[int] = set()
         self._committed = dict.fromkeys(range(len(world.leaders)), -1)
         self.reports: dict[int, dict] = {}  # of the newest version, by replica
@@ -78,7 +74,7 @@ class Root:
         self._stop_file_at = 0.0
         self._saved_step = self._start = attempt_start  # the newest checkpoint's step
         self._saved_at = time.monotonic()
-        self.step_s = self.save_s = 0.0  # what the last ones took
+        self.step_s = self.save_s = self._eval_s = 0.0  # what the last ones took
 
     @property
     def step(self) -> int:
@@ -93,6 +89,7 @@ class Root:
             finished, stopping = self.step >= self.config.total_train_steps, self.stopping()
             if self._evaluation_due(finished, stopping):
                 self._evaluate(self.step)
+                continue  # it may have taken long: look again whether the run is to stop
             if self.step != self._saved_step and (finished or stopping or self._save_due()):
                 self._cut(self.step)
                 return Checkpoint(self.step)
@@ -112,7 +109,7 @@ class Root:
             if stopfile.asked(self.world.run_dir, self.world.job, self.world.restart):
                 self._stop_reason = "areal-hpc stop"
         left = self.world.time_left()
-        if not self._stop_reason and left < self.step_s + 1.5 * self.save_s + MARGIN_S:
+        if not self._stop_reason and left < self.step_s + self._eval_s + 1.5 * self.save_s + MARGIN_S:
             self._stop_reason = f"the walltime ({left:.0f} s left)"
         return bool(self._stop_reason)
 
@@ -131,7 +128,7 @@ class Root:
         if not finished:
             gained = f"checkpoint of step {self._saved_step}" if code == Exit.REQUEUE else "no new checkpoint"
             self.progress.say(f"stopped at step {self.step} by {self._stop_reason}: {gained}")
-        self._to_leaders(Stop(int(code)))
+        self.replicas.tell(Stop(int(code)))
         return End(int(code))
 
     # -- batches ------------------------------------------------------------------------------
@@ -141,7 +138,7 @@ class Root:
         limit_s, step = self.config.deadlines.batch_s, self.step
         self._last_arrival = time.monotonic()
         while True:
-            self._pump()
+            self.replicas.turn()
             if stale := self.inventory.stale(step):
                 self._drop(stale, DropReason.STALE)
             decision = self.inventory.decide(step, time.monotonic())
@@ -155,7 +152,7 @@ class Root:
             if time.monotonic() - self._last_arrival > limit_s:
                 raise RolloutSilentError(
                     f"step {step}: no group arrived for {limit_s:g} s (deadlines.batch_s); missing ordinals "
-                    f"{list(waiting.ordinals[:8])}; replicas: {self._replicas()}"
+                    f"{list(waiting.ordinals[:8])}; replicas: {self.replicas.describe()}"
                 )
             self.progress.phase(f"wait for ordinal {head}")
             time.sleep(IDLE_S)
@@ -182,18 +179,24 @@ class Root:
         """UPDATE to all leaders, and wait until each replica is paused; then all may enter the exchange."""
         self.await_committed(self.version)
         self._ready.clear()
-        self._to_leaders(Update(version, tokens_S, logp_S))
-        limit_s = self.config.deadlines.exchange_s
-        self._until(lambda: self._missing(self._ready), "publish", limit_s, f"READY of version {version}")
+        self.replicas.tell(Update(version, tokens_S, logp_S))
+        self.replicas.until(
+            lambda: self.replicas.missing(self._ready),
+            "publish",
+            self.config.deadlines.exchange_s,
+            f"READY of version {version}",
+            version,
+        )
         self.version = version
 
     def await_committed(self, version: int) -> None:
         """Until every replica holds and has proved `version`."""
-        self._until(
+        self.replicas.until(
             lambda: [r for r, v in self._committed.items() if v < version],
             "publish",
             self.config.deadlines.exchange_s,
             f"version {version} to be proved",
+            version,
         )
 
     # -- saves and evaluations ----------------------------------------------------------------
@@ -202,13 +205,13 @@ class Root:
         """SAVE to all leaders; until every home has all their answers, and so all that was finished before."""
         self._cuts.clear()
         self.await_committed(self.version)
-        self._to_leaders(Save(step))
+        self.replicas.tell(Save(step))
         homes = range(len(self.world.homes))
-        self._until(
+        self.replicas.until_homes(
             lambda: [h for h in homes if h not in self._cuts],
-            "save",
             self.config.deadlines.save_s,
             f"the cut of step {step} at every home",
+            step,
         )
 
     def _evaluation_due(self, finished: bool, stopping: bool) -> bool:
@@ -224,20 +227,23 @@ class Root:
         self.progress.phase(f"evaluate version {version}")
         self.await_committed(version)
         self._evaluated = {}
-        self._to_leaders(Evaluate(version))
-        self._until(
-            lambda: self._missing(self._evaluated.keys()),
+        self.replicas.tell(Evaluate(version))
+        began = time.monotonic()
+        self.replicas.until(
+            lambda: self.replicas.missing(self._evaluated),
             "evaluate",
             self.config.deadlines.batch_s,
             f"the evaluation of version {version}",
+            version,
         )
-        self._evaluated_version = version
+        self._evaluated_version, self._eval_s = version, time.monotonic() - began
         self.evaluations.append((version, [self._evaluated[r] for r in sorted(self._evaluated)]))
 
     # -- mail ---------------------------------------------------------------------------------
 
     def handle(self, message: object) -> None:
         """Takes a control message; signs of life count for every deadline."""
+        self.replicas.heard(message)
         match message:
             case Arrived():
                 self._last_arrival = time.monotonic()
@@ -246,7 +252,7 @@ class Root:
                 self._last_arrival = time.monotonic()
                 self.inventory.dropped([message.ordinal], message.reason)
             case Alive():
-                self.alive[message.replica] = message
+                pass
             case Ready():
                 self._ready.add(message.replica)
             case Committed():
@@ -260,43 +266,3 @@ class Root:
                 self._stop_reason = self._stop_reason or f"a signal at rank {message.rank}"
             case _:
                 raise TypeError(f"trainer rank 0 is sent {message!r}")
-        replica = getattr(message, "replica", None)
-        if replica is not None:
-            self._heard[replica] = time.monotonic()
-
-    def _to_leaders(self, message: object) -> None:
-        for leader in self.world.leaders:
-            self.mailbox.notify(message, leader)
-
-    def _missing(self, present: object) -> list[int]:
-        return [r for r in range(len(self.world.leaders)) if r not in present]
-
-    def _until(self, missing: Callable[[], list[int]], phase: str, limit_s: float, what: str) -> None:
-        """Pump until nobody is missing. The limit counts from the last sign of life of the one missing,
-        and is at least twice the longest engine step seen."""
-        began = time.monotonic()
-        while silent := missing():
-            self._pump()
-            self.progress.tick()
-            first, now = silent[0], time.monotonic()
-            heard = max(began, self._heard.get(first, began))
-            step_s = self.alive[first].engine_step_s if first in self.alive else 0.0
-            self.world.phase(phase, 2 * max(limit_s, 2 * step_s), version=self.version)
-            if now - heard > max(limit_s, 2 * step_s):
-                raise RolloutSilentError(
-                    f"waited {now - began:.0f} s for {what}; missing {silent}, replica {first} was last heard "
-                    f"{now - heard:.0f} s ago; replicas: {self._replicas()}"
-                )
-            time.sleep(IDLE_S)
-
-    def _replicas(self) -> str:
-        """Where each replica is, in words."""
-        return "; ".join(
-            f"{replica} on rank {leader}: "
-            + (
-                f"version {self.alive[replica].version}, {self.alive[replica].running} samples running"
-                if replica in self.alive
-                else "never heard"
-            )
-            for replica, leader in enumerate(self.world.leaders)
-        )

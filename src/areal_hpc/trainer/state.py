@@ -60,21 +60,20 @@ class State:
         self._comm = world.role_comm.Dup()
         self._writers = writers(world, config.saver.writers_per_node)
 
-    def restore(self, pump: Callable[[], None]) -> Restored:
+    def restore(self) -> Restored:
         """The newest checkpoint that verifies, else the weights of `actor.path`.
 
         Raises CheckpointError where there are checkpoints and none verifies: a run never
-        starts over unless `recover: fresh` says so.
+        starts over unless `recover: fresh` says so, and not again when its job is requeued.
         """
         found = None
-        if self.config.recover == "auto":
+        if self.config.recover == "auto" or self.world.restart > 0:
             found = checkpoint.load_newest(
                 self.run_dir / CHECKPOINTS,
                 self._comm,
                 self.binding.state_views(copies=True),
                 blobs=self._mine,
-                deadline_s=self.config.deadlines.save_s,
-                on_wait=pump,
+                deadline_s=2 * self.config.deadlines.save_s,
             )
         elif self._comm.rank == 0:
             checkpoint.supersede(self.run_dir / CHECKPOINTS)  # else the next saves, of lower steps, would be pruned

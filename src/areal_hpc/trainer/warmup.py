@@ -12,13 +12,14 @@ from pathlib import Path
 
 from areal_hpc import tasks
 from areal_hpc.config import Config, ConfigError, dump
+from areal_hpc.exits import Exit
 from areal_hpc.layout.families import logical_tensors
 from areal_hpc.layout.spec import read_spec
 from areal_hpc.observe.attempts import save_config
 from areal_hpc.observe.progress import duration
 from areal_hpc.storage import checkpoint, hf
 from areal_hpc.stream.ledger import item_of
-from areal_hpc.tasks.prompts import encode
+from areal_hpc.tasks.prompts import encode, load_tokenizer
 from areal_hpc.trainer.binding import TrainerBinding
 from areal_hpc.trainer.model import Model, build_groups
 from areal_hpc.trainer.sft import Pair, train_sft
@@ -28,8 +29,15 @@ from areal_hpc.world import World
 TOLD = 20  # lines of progress in all
 
 
+class _Stopped(Exception):
+    """A rank was asked to stop; all have agreed on it."""
+
+
 def warm_up(config: Config, world: World) -> int:
-    """Train `sft.steps` steps and export to `sft.output`. Collective over the world; returns the exit code."""
+    """Train `sft.steps` steps and export to `sft.output`. Collective over the world; returns the exit code.
+
+    A stop (SIGUSR1, SIGTERM) is heard after the present step; it keeps nothing, and the code is 1.
+    """
     world.phase("start", config.deadlines.start_s)
     spec, sft = read_spec(config.actor.path), config.sft
     output = Path(sft.output or world.run_dir / "hf")
@@ -39,7 +47,7 @@ def warm_up(config: Config, world: World) -> int:
         world.role_comm,
         config.actor.parallel,
         world.torch_store(world.role_comm),
-        config.deadlines.step_s,
+        2 * config.deadlines.step_s,  # as in training: the watcher comes first
         world.place.local_rank,
     )
     model = Model(spec, config.actor, groups, config.seed)
@@ -59,7 +67,15 @@ def warm_up(config: Config, world: World) -> int:
                 f"sft {step + 1}/{sft.steps}  loss {metrics['loss']:.3f}  {left} left", file=world.terminal, flush=True
             )
 
-    steps = train_sft(model, _batches(config, groups.dp), sft, tell, world.beat)
+        if any(groups.all([float(world.stop_requested())])):
+            raise _Stopped(f"sft: stopped by a signal after step {step + 1}; nothing was kept")
+
+    try:
+        steps = train_sft(model, _batches(config, groups.dp), sft, tell, world.beat)
+    except _Stopped as stopped:
+        print(stopped, file=world.terminal, flush=True)
+        groups.close()
+        return Exit.CRASH
     world.phase("save", config.deadlines.save_s)
     path = checkpoint.checkpoint_path(world.run_dir / CHECKPOINTS, steps)
     checkpoint.save(
@@ -84,9 +100,7 @@ def warm_up(config: Config, world: World) -> int:
 
 def _batches(config: Config, dp: int) -> Iterator[list[Pair]]:
     """This DP rank's share of each batch."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path)
+    tokenizer = load_tokenizer(config.tokenizer_path)
     task = tasks.load(config.train_dataset, config.seed, "train")
     size, ranks = config.sft.batch_size, config.actor.parallel.dp
     for step in range(config.sft.steps):

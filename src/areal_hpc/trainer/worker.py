@@ -24,7 +24,7 @@ from areal_hpc.reshard.update import probe_tokens
 from areal_hpc.storage.trajectories import Trained
 from areal_hpc.stream.buffer import Decision, Home
 from areal_hpc.stream.mailbox import Mailbox
-from areal_hpc.stream.messages import Arrived, Cut, Discard, Saved, StopRequest, Tombstone
+from areal_hpc.stream.messages import Arrived, Cut, Discard, Saved, StopRequest, Tombstone, Working
 from areal_hpc.trainer.actor import Actor, Outcome
 from areal_hpc.trainer.batches import Batches
 from areal_hpc.trainer.binding import TrainerBinding
@@ -86,15 +86,20 @@ class Worker:
                     return command.code
 
     def _next(self) -> Command:
-        self.world.phase("take", 2 * self.config.deadlines.batch_s)
         if self.root is None:
-            return self.commands.hear()
+            return self._hear("take", 2 * self.config.deadlines.batch_s)
+        self.world.phase("take", 2 * self.config.deadlines.batch_s)
         with self.trace.span("take"):
             command = self.root.next()
         for version, parts in self.root.evaluations:
             self._evaluated(version, parts)
         self.root.evaluations.clear()
         return self.commands.tell(command)
+
+    def _hear(self, phase: str, limit_s: float, version: int = -1) -> Command:
+        """The next command of trainer rank 0, which gives signs of life while it waits itself."""
+        self.world.phase(phase, limit_s, peer=self.world.homes[0], version=version)
+        return self.commands.hear()
 
     # -- mail ---------------------------------------------------------------------------------
 
@@ -114,6 +119,8 @@ class Worker:
                         self.mailbox.notify(Cut(self.world.place.dp, message.step), root)
                 case Discard():
                     self.home.discard(message.ordinals)
+                case Working():
+                    self.world.beat()
                 case _:
                     self.root.handle(message)
         if self.world.stop_requested() and not self._stop_told:
@@ -182,13 +189,13 @@ class Worker:
                 self.world.phase("probe", self.config.deadlines.step_s, version=version)
                 tokens_S = probe_tokens(self.actor.model.spec, version)
                 logp_S = np.concatenate([[0.0], *self.actor.logp([tokens_S])]).astype(np.float32)
-            self.world.phase("publish", 2 * self.config.deadlines.exchange_s, version=version)
+            limit_s = 2 * self.config.deadlines.exchange_s
             if self.root is not None:
                 self.root.announce(version, tokens_S, logp_S)
                 self.commands.tell(Enter(version))
             else:
-                self.commands.hear()
-            self.world.phase("exchange", 2 * self.config.deadlines.exchange_s, version=version)
+                self._hear("publish", limit_s, version)
+            self.world.phase("exchange", limit_s, version=version)
             self.exchange.start([view for _, view in self.binding.weight_views()], [])
             self.exchange.wait()
 
@@ -233,6 +240,7 @@ class Worker:
             skipped_minibatches=asked - outcome.applied if outcome is not None and not outcome.finite else 0,
             save_s=self._save_s,
             eval_s=self._eval_s,
+            **self._proof(),
         )
         self._save_s = self._eval_s = 0.0
         self.root.progress.step(record)
@@ -240,12 +248,17 @@ class Worker:
     def _generation(self) -> dict[str, float]:
         """Tokens and engine seconds since the last record, as the leaders told them."""
         tokens, seconds = 0, []
-        for replica, alive in self.root.alive.items():
+        for replica, alive in self.root.replicas.alive.items():
             before = self._generated.get(replica, (0, 0.0))
             tokens += alive.tokens - before[0]
             seconds.append(alive.engine_s - before[1])
             self._generated[replica] = (alive.tokens, alive.engine_s)
         return {"generated_tokens": tokens, "generate_s": float(np.mean(seconds)) if seconds else 0.0}
+
+    def _proof(self) -> dict[str, float]:
+        """What the probe of the newest version that was proved has found; nothing where none was asked for."""
+        found = [report["probe_max"] for report in self.root.reports.values() if "probe_max" in report]
+        return {"probe_max": max(found)} if found else {}
 
     def _drops(self) -> int:
         total = sum(self.root.inventory.ledger.dropped_total.values())
