@@ -241,13 +241,29 @@ def test_the_newest_that_verifies_wins(comm: MPI.Comm, shared_dir: Path) -> None
     assert_reference(wanted, SMALL)
     comm.Barrier()
     if comm.rank == 0:
-        assert "block 0" in ckpt.verify(newest)[0]
-        removed = ckpt.prune(shared_dir, 2)
-        assert [p.name for p in removed] == ["step-00000003.h5", ".step-00000101.h5.tmp"]
+        # Set aside, not removed: what is damaged must not count as one of the newest, nor be lost.
+        assert "block 0" in ckpt.verify(newest.with_name(newest.name + ".refused"))[0]
+        removed = ckpt.prune(shared_dir, 1)
+        assert [p.name for p in removed] == [".step-00000101.h5.tmp"]
     comm.Barrier()
-    assert [p.name for p in ckpt.find(shared_dir)] == ["step-00000100.h5", "step-00000020.h5"]
+    good = ckpt.checkpoint_path(shared_dir, 3)
+    assert ckpt.find(shared_dir) == [good]
+    save(ckpt.checkpoint_path(shared_dir, 4), comm, shapes=SMALL)
+    if comm.rank == 0:
+        flip(good, good.stat().st_size - 3000)
+        os.truncate(ckpt.checkpoint_path(shared_dir, 4), 5000)
+    comm.Barrier()
     text = same_error(comm, lambda: ckpt.load_newest(shared_dir, comm, wanted, deadline_s=60))
-    assert "no checkpoint can be loaded" in text and "step-00000100" in text and "step-00000020" in text
+    assert "no checkpoint can be loaded" in text and "step-00000003" in text and "step-00000004" in text
+    comm.Barrier()
+    assert [p.name for p in ckpt.find(shared_dir)] == ["step-00000004.h5", "step-00000003.h5"]
+    comm.Barrier()
+    if comm.rank == 0:
+        assert [p.name for p in ckpt.supersede(shared_dir)] == [
+            "step-00000004.h5.superseded",
+            "step-00000003.h5.superseded",
+        ]
+        assert ckpt.find(shared_dir) == []
 
 
 def flip(path: Path, offset: int, bit: int = 0) -> None:
