@@ -42,7 +42,8 @@ on_ranks() { python tests/launch.py --timeout 1500 "$@"; }  # [--tcp] N command.
 
 stage ruff ruff check .
 stage shell shellcheck tools/*.sh slurm/*.sh tests/slurm/*.sh .ci/run
-stage pure pytest tests --ignore tests/mpi --ignore tests/e2e --ignore tests/slurm "${full[@]}"
+stage pure pytest tests --ignore tests/rollout --ignore tests/mpi --ignore tests/e2e --ignore tests/slurm "${full[@]}"
+stage rollout pytest tests/rollout "${full[@]}"   # a process of its own: vLLM changes the environment of its children
 stage mpi-shm on_ranks 4 pytest tests/mpi "${full[@]}"
 stage mpi-tcp on_ranks --tcp 4 pytest tests/mpi "${full[@]}"
 stage e2e pytest tests/e2e "${full[@]}"
