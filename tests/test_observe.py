@@ -18,6 +18,7 @@ import pytest
 from areal_hpc.observe import jsonl, progress, trace
 from areal_hpc.observe.attempts import begin_attempt, config_changes, read_attempts, save_config, superseded
 from areal_hpc.observe.metrics import Metrics, read_metrics
+from areal_hpc.processes import scrubbed
 
 
 def begin(run: Path, from_step: int = 0, checkpoint: str = "", restart: int = 0):
@@ -302,6 +303,7 @@ with ours.span("work", rank=comm.rank):
 trace.collect(ours, comm, {str(tmp_path / "trace.0.json")!r})
 """
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "3", sys.executable, "-c", code]
-    subprocess.run(command, check=True, timeout=60)
+    # Another test of this process may have initialised MPI, which leaves its marks in the environment.
+    subprocess.run(command, check=True, timeout=60, env=scrubbed(os.environ))
     events = json.loads((tmp_path / "trace.0.json").read_text())["traceEvents"]
     assert sorted(e["args"]["rank"] for e in events if e["ph"] == "X") == [0, 1, 2]
