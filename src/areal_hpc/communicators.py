@@ -7,7 +7,7 @@ receive of another. All functions here are collective over the communicator they
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from areal_hpc.placement import Place, Role
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm, Request
 
+CHUNK_BYTES = 1 << 29  # of one broadcast
 IDLE_S = 0.001  # between two tests of a request: a blocking wait burns a core
 
 
@@ -87,3 +88,19 @@ def wait(request: Request, what: str, limit_s: float) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what}: not all ranks came within {limit_s:g} s")
         time.sleep(IDLE_S)
+
+
+def broadcast(comm: Intracomm, payload: bytes, root: int, finish: Callable[[Request], None]) -> bytes:
+    """The root's bytes on every rank of `comm`, in calls of less than 1 GiB; `payload` is the root's alone.
+
+    Collective. `finish` completes a request in its caller's way (pumping mail, sleeping), never blocking
+    in MPI; the deadline is the caller's phase.
+    """
+    import numpy as np
+
+    size = np.array([len(payload)], np.int64)
+    finish(comm.Ibcast(size, root))
+    buffer = np.frombuffer(payload, np.uint8).copy() if comm.rank == root else np.empty(int(size[0]), np.uint8)
+    for start in range(0, len(buffer), CHUNK_BYTES):
+        finish(comm.Ibcast(buffer[start : start + CHUNK_BYTES], root))
+    return buffer.tobytes()

@@ -15,6 +15,7 @@ import time
 
 import numpy as np
 
+from areal_hpc.communicators import broadcast
 from areal_hpc.config import Config, Dtype
 from areal_hpc.observe.trace import Trace
 from areal_hpc.reshard.exchange import Exchange
@@ -87,11 +88,8 @@ class Worker:
             leader = self.world.leaders[self.world.place.dp]
             self.world.phase("turn", self.config.deadlines.engine_step_s, peer=leader, version=self.engine.version)
         payload = pickle.dumps(turn, protocol=5) if turn else b""
-        size = np.array([len(payload)], np.int64)
-        self._wait(comm.Ibcast(size))
-        buffer = np.frombuffer(payload, np.uint8).copy() if turn else np.empty(int(size[0]), np.uint8)
-        self._wait(comm.Ibcast(buffer))
-        return turn or pickle.loads(buffer.tobytes())
+        data = broadcast(comm, payload, 0, self._wait)
+        return turn or pickle.loads(data)
 
     def _wait(self, request) -> None:
         """For the other ranks of the replica; the deadline is the phase's."""

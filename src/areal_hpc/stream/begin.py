@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from areal_hpc.communicators import broadcast
 from areal_hpc.config import Config
 from areal_hpc.stream.ledger import Ledger
 
@@ -41,7 +40,6 @@ class Begin:
     checkpoint's groups."""
 
     attempt: int
-    step: int
     ledger: dict[str, Any] | None
     delivered: tuple[int, ...]
 
@@ -50,11 +48,7 @@ def share(comm: Intracomm, begin: Begin | None, root: int) -> Begin:
     """The root's `begin` on every rank of `comm`. Collective; ranks that wait sleep (an engine may
     be built meanwhile), and the caller's phase has the deadline."""
     payload = pickle.dumps(begin, protocol=5) if comm.rank == root else b""
-    size = np.array([len(payload)], np.int64)
-    _wait(comm.Ibcast(size, root))
-    buffer = np.frombuffer(payload, np.uint8).copy() if payload else np.empty(int(size[0]), np.uint8)
-    _wait(comm.Ibcast(buffer, root))
-    return begin if comm.rank == root else pickle.loads(buffer.tobytes())
+    return pickle.loads(broadcast(comm, payload, root, _wait))
 
 
 def _wait(request: Any) -> None:

@@ -11,13 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from mpi4py import MPI
 
+from areal_hpc import communicators
 from areal_hpc.stream.buffer import Decision
 
 IDLE_S = 0.001
-CHUNK_BYTES = 1 << 29  # of one broadcast
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +59,8 @@ def wait(requests: Sequence[MPI.Request], pump: Callable[[], None]) -> None:
 
 
 def broadcast(comm: MPI.Comm, payload: bytes, root: int, pump: Callable[[], None]) -> bytes:
-    """The root's bytes on every rank of `comm`, in calls of less than 1 GiB."""
-    size = np.array([len(payload)], np.int64)
-    wait([comm.Ibcast(size, root)], pump)
-    buffer = np.frombuffer(payload, np.uint8).copy() if comm.rank == root else np.empty(int(size[0]), np.uint8)
-    for start in range(0, len(buffer), CHUNK_BYTES):
-        wait([comm.Ibcast(buffer[start : start + CHUNK_BYTES], root)], pump)
-    return buffer.tobytes()
+    """The root's bytes on every rank of `comm`; mail is pumped meanwhile. Collective."""
+    return communicators.broadcast(comm, payload, root, lambda request: wait([request], pump))
 
 
 class Commands:

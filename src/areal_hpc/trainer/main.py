@@ -49,7 +49,7 @@ def train(config: Config, world: World) -> int:
     delivered = tuple(sorted(group.ordinal for group in restored.groups))
     start = begin.share(
         world.comm,
-        begin.Begin(attempt.attempt, restored.step, restored.ledger, delivered) if attempt else None,
+        begin.Begin(attempt.attempt, restored.ledger, delivered) if attempt else None,
         world.homes[0],
     )
     mailbox = Mailbox(world)
