@@ -99,7 +99,8 @@ def interrupted(root: Path, tiny: Path) -> Interrupted:
     """
     draw = random.Random(seed := int.from_bytes(os.urandom(4), "big"))
     print(f"interrupted at steps drawn with seed {seed}")
-    run = Run(root, "interrupted", tiny, steps=45, B=4, new_tokens=32, changes={"saver": {"freq_steps": SAVE_EVERY}})
+    # Its end is set by the last start, so that no start comes to it before it is stopped, however fast its steps are.
+    run = Run(root, "interrupted", tiny, steps=10**6, B=4, new_tokens=32, changes={"saver": {"freq_steps": SAVE_EVERY}})
     it = Interrupted(run)
 
     def steps_done() -> int:
@@ -138,5 +139,6 @@ def interrupted(root: Path, tiny: Path) -> Interrupted:
     os.kill(draw.choice(ranks_of(job)), signal.SIGKILL)
     it.ends["kill"] = finish(job, run)
 
-    it.ends["to its end"] = finish(run.start(), run)
+    run.steps = max(record["version"] for record in run.metrics()) + draw.randint(1, 2 * SAVE_EVERY)
+    it.ends["to its end"] = finish(run.start(f"total_train_steps={run.steps}"), run)
     return it

@@ -78,8 +78,8 @@ class Actor:
         self.optimizer.set_rate(rate)
         tokens = self._tokens(minibatches)
         batch = [self._pack(samples) for samples in minibatches]
-        if len(batch) > 1 and self.config.use_decoupled_loss:
-            for minibatch in batch:  # pi_p is the policy before the first minibatch
+        if self.config.use_decoupled_loss:
+            for minibatch in batch[1:]:  # pi_p is the policy before the first, whose own forward pass gives it
                 minibatch.proximal = self._proximal(minibatch, on_microbatch)
         seconds["proximal"] = time.perf_counter() - began
 

@@ -105,7 +105,7 @@ def decoupled_ppo(
     """-J * N of a microbatch (a sum over tokens), its `SUMS` [len(SUMS)], and its largest pi_p / pi_b.
 
     logp_A: log pi_theta, with gradient; proximal_A: log pi_p, or None where theta is still p
-    (the one minibatch of a step); behave_A: log pi_b as recorded; entropy_A of theta.
+    (the first minibatch of a step); behave_A: log pi_b as recorded; entropy_A of theta.
     Without decoupled loss the behaviour policy is the proximal one: plain PPO.
     """
     theta_A = logp_A.detach()
