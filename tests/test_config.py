@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.config import Config, ConfigError, Dtype, Order, Parallel, dump, keys, load, parse_backend
+from areal_hpc.config import Config, ConfigError, Dtype, Order, Parallel, parse_backend
+from areal_hpc.configfile import dump, keys, load
 
 MINIMAL = "experiment_name: one\nactor: {path: models/tiny}\n"
 
@@ -191,6 +192,26 @@ def test_wrong_type(tmp_path: Path, override: str) -> None:
 )
 def test_impossible_value(tmp_path: Path, override: str, says: str) -> None:
     assert says in refusal(tmp_path, MINIMAL, override)
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "says"),
+    [
+        (MINIMAL, "actor=3", "actor: 3 is not a section; expected keys below it like backend"),
+        (MINIMAL, "actor.optimizer=adam", "actor.optimizer: adam is not a section"),
+        ("experiment_name: one\nactor:\n", "seed=1", "actor: None is not a section"),
+        ("- experiment_name\n", "seed=1", "config.yaml: ['experiment_name'] is not a section"),
+        ("3\n", "seed=1", "config.yaml: cannot be read as a configuration"),
+        (MINIMAL, "seed=[1]", "seed: "),
+    ],
+)
+def test_not_a_section(tmp_path: Path, text: str, override: str, says: str) -> None:
+    assert says in refusal(tmp_path, text, override)
+
+
+def test_a_section_may_be_another_ones(tmp_path: Path) -> None:
+    config = load(write(tmp_path, MINIMAL + "valid_dataset: ${train_dataset}\n"), ["train_dataset.size=7"])
+    assert config.valid_dataset.size == 7
 
 
 def test_missing_keys_and_files(tmp_path: Path) -> None:

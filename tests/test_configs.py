@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.config import load
+from areal_hpc.configfile import load
 from areal_hpc.tasks import load as load_task
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))

@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from areal_hpc.config import load
+from areal_hpc.configfile import load
 from areal_hpc.observe.metrics import read_metrics
 
 

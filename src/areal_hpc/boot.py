@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from areal_hpc import communicators, signals
-from areal_hpc.config import Config, ConfigError, dump
+from areal_hpc.config import Config, ConfigError
+from areal_hpc.configfile import dump
 from areal_hpc.exits import Exit, Outcome, exit_path, write_exit
 from areal_hpc.phases import STDERR, SecondLine
 from areal_hpc.spawner import Spawner

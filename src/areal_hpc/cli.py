@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from areal_hpc.config import Config, ConfigError, Dtype, load
+from areal_hpc.config import Config, ConfigError, Dtype
+from areal_hpc.configfile import load
 from areal_hpc.exits import Exit
 
 if TYPE_CHECKING:

@@ -1,13 +1,12 @@
-"""The configuration: one dataclass per room, YAML with interpolation, dotted overrides.
+"""The configuration: one dataclass per room. configfile.py makes it from YAML and overrides.
 
 Keys follow AReaL's names where it has one. What a user reads about a key is its field's
 `help`; a value is checked where it is declared (`check` of its dataclass), before any model
-is loaded, and every error names the key. Source: OmegaConf, structured configs.
+is loaded, and every error names the key.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
@@ -347,65 +346,3 @@ def _check_fields(node: Any, at: str) -> None:
             if hasattr(value, "check"):
                 value.check(name)
             _check_fields(value, name)
-
-
-def keys(cls: type = Config, prefix: str = "") -> list[tuple[str, str]]:
-    """Every dotted key with its help, in order; a test holds this list."""
-    out: list[tuple[str, str]] = []
-    for f in fields(cls):
-        default = f.default_factory() if callable(f.default_factory) else f.default
-        if is_dataclass(default):
-            out += keys(type(default), f"{prefix}{f.name}.")
-        else:
-            out.append((prefix + f.name, f.metadata["help"]))
-    return out
-
-
-def _explain(error: Exception) -> ConfigError:
-    """OmegaConf's error as one line that names the key and the nearest known one."""
-    full_key = getattr(error, "full_key", None) or ""
-    first_line = str(error).strip().splitlines()[0]
-    known = [name for name, _ in keys()]
-    unknown = type(error).__name__ in ("ConfigKeyError", "ConfigAttributeError")
-    if unknown and full_key not in known:
-        near = difflib.get_close_matches(full_key, known, 1, 0.3)
-        return ConfigError(f"{full_key}: unknown key" + (f"; the nearest known one is {near[0]}" if near else ""))
-    return ConfigError(f"{full_key}: {first_line}" if full_key else first_line)
-
-
-def load(path: str | Path, overrides: list[str] | None = None) -> Config:
-    """The checked configuration of a YAML file with `key=value` overrides.
-
-    Raises ConfigError naming the file or key: unknown key (with the nearest known one),
-    wrong type, impossible value, a missing required key.
-    """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
-    if not Path(path).is_file():
-        raise ConfigError(f"--config {path}: no such file")
-    for item in overrides or []:
-        if "=" not in item:
-            raise ConfigError(f"{item}: an override has the form key=value")
-    try:
-        node = OmegaConf.merge(
-            OmegaConf.structured(Config), OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides or []))
-        )
-        missing = OmegaConf.missing_keys(node)
-        if missing:
-            raise ConfigError(f"{', '.join(sorted(missing))}: required, and not set in {path} or on the command line")
-        config: Config = OmegaConf.to_object(node)
-    except OmegaConfBaseException as error:
-        raise _explain(error) from None
-    except YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
-    config.check()
-    return config
-
-
-def dump(config: Config) -> str:
-    """The whole configuration as YAML, every default written out; `load` reads it back."""
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)

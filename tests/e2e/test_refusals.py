@@ -25,6 +25,7 @@ CASES = {
         ["gconfig.max_new_tokens=600"],
         ["gconfig.max_new_tokens=600", "positions for 512"],
     ),
+    "no room for one sample's KV": (2, ["rollout.kv_cache_gib=1e-5"], ["rollout.kv_cache_gib=1e-05", "at least"]),
     "fewer rollouts than samples": (
         2,
         ["rollout.max_concurrent_rollouts=3"],

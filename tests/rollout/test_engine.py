@@ -217,6 +217,8 @@ def test_refusals(engine: Engine, model: TinyModel) -> None:
     engine.probe_result()
     with pytest.raises(ConfigError, match=r"rollout\.max_model_len=257: the model has positions for 256"):
         Engine(read_spec(model.path), model.path, RolloutConfig(), max_model_len=257, seed=1)
+    with pytest.raises(ConfigError, match=r"rollout\.kv_cache_gib=1e-05: expected at least 0\.000\d+: .* 128 tokens"):
+        Engine(read_spec(model.path), model.path, RolloutConfig(kv_cache_gib=1e-5), max_model_len=128, seed=1)
 
 
 def test_what_receive_raises_comes_through_and_the_next_version_repairs(engine: Engine, model: TinyModel) -> None:

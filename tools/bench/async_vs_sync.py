@@ -12,7 +12,9 @@ lengths (median about 17 tokens, 3 in 100 about 290), from a warm-up of its own.
 
 Runs alternate, and so does which comes first. The first 3 steps do not count; weight updates and
 saves (one every 10 steps) do. Every run goes on for eta steps more than are counted, so that the
-counted steps end, as they begin, with rollout ahead of training. The last line is JSON.
+counted steps end, as they begin, with rollout ahead of training. Every group is trained, also one whose
+answers are all right or all wrong (`rollout.dynamic_sampling=false`): the ratio says what asynchrony
+gains, not what a filter costs. The last line is JSON.
 
 Example: python tools/bench/async_vs_sync.py --repeats 5 --model models/quickstart/seed1/warm
 """
@@ -143,6 +145,7 @@ def compare(name: str, workload: Workload, args: argparse.Namespace) -> dict[str
     fixed = [
         f"total_train_steps={WARM + args.steps + ETA}",
         "saver.freq_steps=10",
+        "rollout.dynamic_sampling=false",
         *(f"evaluator.{key}" for key in ("freq_steps=0", "at_start=false", "at_end=false")),
     ]
     rates: dict[str, list[float]] = {"async": [], "sync": [], "colocated": []}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from areal_hpc.config import RolloutConfig
+from areal_hpc.config import RolloutConfig, require
 from areal_hpc.layout.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ def build(
 
     Collective over the ranks of the replica. The arguments are those of `Engine`.
     """
+    if not torch.cuda.is_available():
+        _check_cache(spec, config, max_model_len)
     environment()
     import vllm
     from vllm.config import WeightTransferConfig
@@ -84,6 +86,20 @@ def build(
     )
     client.collective_rpc("init_weight_transfer_engine", args=({"binding": binding},))
     return client, binding, facts
+
+
+def _check_cache(spec: ModelSpec, config: RolloutConfig, max_model_len: int) -> None:
+    """That the KV memory of a rank holds the longest sample. vLLM takes one block for itself."""
+    blocks = -(-max_model_len // CPU_BLOCK) + 1
+    heads = max(1, spec.kv_heads // config.parallel.tp)
+    width = getattr(torch, config.dtype.value).itemsize
+    need = 2 * spec.layers * heads * spec.head_dim * width * blocks * CPU_BLOCK / 2**30
+    require(
+        config.kv_cache_gib >= need,
+        "rollout.kv_cache_gib",
+        config.kv_cache_gib,
+        f"at least {need:.3g}: what one sample of {max_model_len} tokens takes on each rank",
+    )
 
 
 def environment() -> None:

@@ -65,7 +65,7 @@ class Engine:
     path: the Hugging Face directory, read for `config.json` alone. max_model_len: longest
     prompt + answer, in tokens. seed: vLLM's own; samples bring theirs. store: the replica's
     torch TCPStore (None when tp is 1). device: index of the accelerator among the visible
-    ones. Raises ConfigError naming the key for lengths that the model cannot have.
+    ones. Raises ConfigError naming the key for lengths that the model or its KV memory cannot have.
     `facts`: versions and choices of vLLM that the draws depend on, for the run's records.
     """
 

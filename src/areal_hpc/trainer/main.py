@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from areal_hpc.config import Config, Verify, dump
+from areal_hpc.config import Config, Verify
+from areal_hpc.configfile import dump
 from areal_hpc.layout.spec import read_spec
 from areal_hpc.observe import trace
 from areal_hpc.observe.attempts import Attempt, begin_attempt, save_config

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.config import Config, dump
+from areal_hpc.config import Config
+from areal_hpc.configfile import dump
 from areal_hpc.layout.families import logical_tensors
 from areal_hpc.records import Group, pack_groups, unpack_groups
 from areal_hpc.storage import checkpoint, trajectories

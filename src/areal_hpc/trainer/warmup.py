@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from areal_hpc import tasks
-from areal_hpc.config import Config, ConfigError, dump
+from areal_hpc.config import Config, ConfigError
+from areal_hpc.configfile import dump
 from areal_hpc.exits import Exit
 from areal_hpc.layout.families import logical_tensors
 from areal_hpc.layout.spec import read_spec
