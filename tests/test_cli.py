@@ -54,10 +54,8 @@ def test_help_has_an_example_that_calls_the_command(command):
     assert f"areal-hpc {command} " in example
 
 
-def test_help_lists_every_command_and_is_quick():
-    start = time.monotonic()
+def test_help_lists_every_command():
     out = areal_hpc("--help").stdout
-    assert time.monotonic() - start < 3  # 0.2 s on an idle machine
     for command in COMMANDS:
         assert f"\n  {command} " in out
 

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from areal_hpc import communicators, signals
 from areal_hpc.config import Config, ConfigError
-from areal_hpc.configfile import dump
 from areal_hpc.exits import Exit, Outcome, exit_path, write_exit
 from areal_hpc.phases import STDERR, SecondLine
 from areal_hpc.spawner import Spawner
@@ -93,6 +92,8 @@ def agree(base: Intracomm, error: ConfigError | None, config: Config | None, job
     Collective over `base`. The message is the lowest failing rank's, said by rank 0, which
     also writes the exit file where the folder is known.
     """
+    from areal_hpc.configfile import dump  # handlers come before what takes a while to import
+
     digest = hashlib.sha256(dump(config).encode()).hexdigest() if config else ""
     said = base.allgather((str(error) if error else "", digest))
     errors = [(rank, text) for rank, (text, _) in enumerate(said) if text]

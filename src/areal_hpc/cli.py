@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from areal_hpc.config import Config, ConfigError, Dtype
-from areal_hpc.configfile import load
 from areal_hpc.exits import Exit
 
 if TYPE_CHECKING:
@@ -65,6 +64,8 @@ def _run(path: Path, overrides: list[str] | None, *, rollout: bool) -> None:
     from areal_hpc import world
 
     world.boot()
+    from areal_hpc.configfile import load
+
     try:
         config = load(path, overrides)
     except ConfigError as error:
@@ -160,6 +161,7 @@ def layout(
     Example:
       areal-hpc layout --config configs/areal_32b.yaml --nodes 16 --gpus-per-node 8
     """
+    from areal_hpc.configfile import load
     from areal_hpc.layout.spec import read_spec
     from areal_hpc.placement import place
     from areal_hpc.reshard.update import update_plan
