@@ -99,8 +99,10 @@ def interrupted(root: Path, tiny: Path) -> Interrupted:
     """
     draw = random.Random(seed := int.from_bytes(os.urandom(4), "big"))
     print(f"interrupted at steps drawn with seed {seed}")
-    # Its end is set by the last start, so that no start comes to it before it is stopped, however fast its steps are.
-    run = Run(root, "interrupted", tiny, steps=10**6, B=4, new_tokens=32, changes={"saver": {"freq_steps": SAVE_EVERY}})
+    # Its end is set by the last start, so that no start comes to it before it is stopped, however fast its steps are;
+    # and a small rate keeps answers different from each other, however many steps there are.
+    changes = {"saver": {"freq_steps": SAVE_EVERY}, "actor.optimizer.lr": 1e-5}
+    run = Run(root, "interrupted", tiny, steps=10**6, B=4, new_tokens=32, changes=changes)
     it = Interrupted(run)
 
     def steps_done() -> int:
