@@ -37,6 +37,7 @@ def test_two_steps(smollm2: Path, tmp_path: Path) -> None:
         f"cluster.fileroot={tmp_path}/runs",
         f"actor.path={smollm2}",
         "train_dataset.batch_size=2",
+        "valid_dataset.size=8",
         "gconfig.n_samples=4",
         "gconfig.max_new_tokens=8",
         "rollout.kv_cache_gib=0.25",
