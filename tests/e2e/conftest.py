@@ -141,6 +141,7 @@ def interrupted(root: Path, tiny: Path) -> Interrupted:
     os.kill(draw.choice(ranks_of(job)), signal.SIGKILL)
     it.ends["kill"] = finish(job, run)
 
-    run.steps = max(record["version"] for record in run.metrics()) + draw.randint(1, 2 * SAVE_EVERY)
+    # Further than the checkpoint's waiting groups reach: the last start trains groups of its own too.
+    run.steps = max(record["version"] for record in run.metrics()) + draw.randint(run.eta + 2, 2 * SAVE_EVERY)
     it.ends["to its end"] = finish(run.start(f"total_train_steps={run.steps}"), run)
     return it
