@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -70,6 +71,18 @@ def test_all_ranks_may_train(tmp_path: Path) -> None:
     assert run("speed", tmp_path, "actor.backend=megatron:d4t1p1").returncode == 0
     for took in said(tmp_path):  # 2 us alone; the ranks share the cores with others here
         assert took["phase"] < 50e-6 and took["beat"] < 50e-6
+
+
+def test_starts_of_one_second_have_names_of_their_own() -> None:
+    """Two names from each of two processes: at least two of the four were made within one second."""
+    code = "from areal_hpc.world import _job; import time; print(_job().name); time.sleep(1); print(_job().name)"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    starts = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+        for _ in range(2)
+    ]
+    names = [name for start in starts for name in start.communicate(timeout=60)[0].split()]
+    assert len(set(names)) == 4, names
 
 
 def test_a_whole_job(tmp_path: Path) -> None:

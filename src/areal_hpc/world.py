@@ -264,11 +264,15 @@ def by_dp(places: Sequence[Place], role: Role) -> list[Place]:
 
 
 def _job() -> Job:
-    """This start's job: Slurm's number and restart, else one made from the time."""
+    """This start's job: Slurm's number and restart, else one made from time and process.
+
+    Two starts may come within a second (the one that finds the folder in use, say), and what one leaves in
+    the run's folder under its name must not be taken for the other's.
+    """
     number = os.environ.get("SLURM_JOB_ID", "")
     if number:
         return Job(number, int(os.environ.get("SLURM_RESTART_COUNT") or 0))
-    return Job(f"local-{datetime.now(UTC):%Y%m%dT%H%M%S}", 0)
+    return Job(f"local-{datetime.now(UTC):%Y%m%dT%H%M%S}-{os.getpid()}", 0)
 
 
 def _open_run(spawner: Spawner, config: Config, job: Job) -> None:

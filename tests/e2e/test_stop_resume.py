@@ -28,6 +28,7 @@ def test_every_start_ends_as_it_should(interrupted: Interrupted) -> None:
     assert "no new checkpoint" in texts["imports"], "75 is for a start that gained something"
     assert "by areal-hpc stop" in texts["stop file"] and interrupted.stop.returncode == 0
     run = interrupted.run
+    assert len(run.exits()) == 6, "an exit file of each start, the refused one's too"
     outcomes = [outcome for outcome in run.exits() if outcome["code"] != 78]
     assert [outcome["code"] for outcome in outcomes] == [75, 1, 75, 1, 0], outcomes
     assert "no new checkpoint" in outcomes[1]["message"] and "gone without a word" in outcomes[3]["message"]
