@@ -44,7 +44,9 @@ started=$SECONDS
 if [ ! -f "$model/warm/config.json" ]; then
   python tools/make_tiny_model.py "$model/new" --seed "$seed"
   rm -rf "runs/quickstart_arithmetic/warmup$seed" "$model/warm"   # of a warm-up that was interrupted
-  OMP_NUM_THREADS=2 run_ranks 1 sft --config "$config" trial_name="warmup$seed" "$@" actor.path="$model/new" sft.output="$model/warm"
+  # alone on the machine, so with a thread for each of two cores
+  OMP_NUM_THREADS=2 run_ranks 1 \
+    sft --config "$config" trial_name="warmup$seed" "$@" actor.path="$model/new" sft.output="$model/warm"
 fi
 run_ranks 2 train --config "$config" "$@"
 python tools/quickstart_summary.py $((SECONDS - started)) "$config" "$@"

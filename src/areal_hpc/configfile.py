@@ -21,9 +21,8 @@ def keys(cls: type = Config, prefix: str = "") -> list[tuple[str, str]]:
     """Every dotted key with its help, in order; a test holds this list."""
     out: list[tuple[str, str]] = []
     for f in fields(cls):
-        default = f.default_factory() if callable(f.default_factory) else f.default
-        if is_dataclass(default):
-            out += keys(type(default), f"{prefix}{f.name}.")
+        if is_dataclass(f.default_factory):
+            out += keys(f.default_factory, f"{prefix}{f.name}.")
         else:
             out.append((prefix + f.name, f.metadata["help"]))
     return out
@@ -41,7 +40,7 @@ def _explain(error: Exception) -> ConfigError:
     return ConfigError(f"{full_key}: {first_line}" if full_key else first_line)
 
 
-def _sections(raw: Any, where: str, cls: type = Config, prefix: str = "") -> None:
+def _check_sections(raw: Any, where: str, cls: type = Config, prefix: str = "") -> None:
     """That what stands for a section is one, or an interpolation; OmegaConf's own error names no key."""
     if isinstance(raw, str) and "${" in raw:
         return
@@ -50,7 +49,7 @@ def _sections(raw: Any, where: str, cls: type = Config, prefix: str = "") -> Non
         name, known = prefix.removesuffix("."), ", ".join(f.name for f in fields(cls)[:3])
         raise ConfigError(f"{name or where}: {raw} is not a section; expected keys below it like {known}")
     for name in raw.keys() & sections.keys():
-        _sections(raw[name], where, sections[name], f"{prefix}{name}.")
+        _check_sections(raw[name], where, sections[name], f"{prefix}{name}.")
 
 
 def load(path: str | Path, overrides: list[str] | None = None) -> Config:
@@ -67,7 +66,7 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     try:
         layers = [OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides or []))]
         for layer, where in zip(layers, (str(path), "the command line")):
-            _sections(OmegaConf.to_container(layer), where)
+            _check_sections(OmegaConf.to_container(layer), where)
         node = OmegaConf.merge(OmegaConf.structured(Config), *layers)
         missing = OmegaConf.missing_keys(node)
         if missing:

@@ -62,7 +62,7 @@ def launch(command: str, ranks: int, threads: int, trial: str, workload: Workloa
     mpirun = ["mpirun", "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
     mpirun += ["--allow-run-as-root"] if os.geteuid() == 0 else []
     where = ["cluster.fileroot=runs", "experiment_name=bench", f"trial_name={trial}", "recover=fresh"]
-    # threads wait as their runtime does by itself: told to wait passively, `sync` is 10 to 25 % slower
+    # threads wait as their runtime does by itself: told to wait passively, `sync` is 8 to 20 % slower
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     environment.pop("OMP_WAIT_POLICY", None)
     with open(log, "wb") as out:
