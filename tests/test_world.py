@@ -14,7 +14,7 @@ import pytest
 from launch import Job, command, mpirun
 
 from areal_hpc import runlock
-from areal_hpc.exits import Outcome, read_exit
+from areal_hpc.exits import Outcome, exit_path, read_exit
 
 PROGRAM = str(Path(__file__).with_name("world_job.py"))
 LAYOUT = ["actor.backend=megatron:d1t2p1", "rollout.backend=vllm:d1t2"]
@@ -35,6 +35,11 @@ def outcome(root: Path) -> Outcome:
     found = read_exit(path)
     assert found is not None
     return found
+
+
+def job_of(lock: Path) -> tuple[str, int]:
+    holder = runlock.read(lock)
+    return holder.job, holder.restart
 
 
 def said(root: Path) -> list[dict]:
@@ -134,15 +139,20 @@ def test_refusals_are_one_message_and_78(tmp_path: Path, name: str) -> None:
         assert outcome(tmp_path).code == 78
 
 
-def test_an_owned_folder_is_refused(tmp_path: Path) -> None:
-    first = Job(command(4, argv("until_stopped", tmp_path, *LAYOUT)))
+@pytest.mark.parametrize("name", ["", "77"], ids=["another job", "a step of the same Slurm job"])
+def test_an_owned_folder_is_refused(tmp_path: Path, name: str) -> None:
+    env = {"SLURM_JOB_ID": name}
+    first = Job(command(4, argv("until_stopped", tmp_path, *LAYOUT)), env)
     try:
         lock, deadline = runlock.lock_path(tmp_path / "exp/trial"), time.monotonic() + 30
         while runlock.read(lock) is None and time.monotonic() < deadline:
             time.sleep(0.05)
-        result = run("places", tmp_path, *LAYOUT)
+        result = mpirun(4, argv("places", tmp_path, *LAYOUT), env=env, timeout=90)
         assert result.returncode == 78, result.stdout
-        assert len(re.findall(r"trial_name=trial: .*run\.lock: held by job local-", result.stdout)) == 1
+        assert len(re.findall(rf"trial_name=trial: .*run\.lock: held by job {name or 'local-'}", result.stdout)) == 1
+        own = exit_path(tmp_path / "exp/trial", *job_of(lock))
+        assert not own.exists(), "the exit file of the one that lives"
+        assert len(list(own.parent.glob("exit.*.json"))) == (0 if name else 1)
     finally:
         first.kill()
     assert run("places", tmp_path, *LAYOUT).returncode == 0, "its process is gone on this host"

@@ -12,6 +12,7 @@ import faulthandler
 import hashlib
 import os
 import signal
+import socket
 import sys
 import time
 from contextlib import suppress
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
-from areal_hpc import communicators, signals
+from areal_hpc import communicators, runlock, signals
 from areal_hpc.config import Config, ConfigError
 from areal_hpc.exits import Exit, Outcome, exit_path, write_exit
 from areal_hpc.phases import STDERR, SecondLine
@@ -105,15 +106,24 @@ def agree(base: Intracomm, error: ConfigError | None, config: Config | None, job
     if base.rank == 0:
         rank, message = errors[0]
         if job is not None and config is not None:
-            _write_refusal(exit_path(config.run_dir, job.name, job.restart), Outcome(Exit.BAD_CONFIG, message, rank))
+            _write_refusal(config.run_dir, job, Outcome(Exit.BAD_CONFIG, message, rank))
         say(message)
     booted().spawner.close()
     communicators.wait(base.Ibarrier(), "end", MEET_LIMIT_S)
     leave(Exit.BAD_CONFIG, sys.stdout)
 
 
-def _write_refusal(path: Path, outcome: Outcome) -> None:
+def _write_refusal(run_dir: Path, job: Job, outcome: Outcome) -> None:
+    """The exit file of a start that is refused; none where the folder's live owner goes by the same name.
+
+    That is a second step of one Slurm job: whoever reads the file would take the first for ended.
+    """
+    path = exit_path(run_dir, job.name, job.restart)
     with suppress(OSError):  # a folder that cannot be written may be what is refused: then stderr says it alone
+        owner = runlock.read(runlock.lock_path(run_dir))
+        namesake = owner is not None and (owner.job, owner.restart) == (job.name, job.restart)
+        if namesake and not runlock.free_for(owner, job.name, job.restart, socket.gethostname(), time.time()):
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         write_exit(path, outcome)
 

@@ -49,6 +49,11 @@ def check_rollout(spec: ModelSpec, tp: int) -> None:
     padded_vocab(spec, tp)
 
 
+def kv_heads(spec: ModelSpec, tp: int) -> int:
+    """KV heads that a rank holds: neighbours share one where there are fewer than ranks."""
+    return max(1, spec.kv_heads // tp)
+
+
 def rollout_pieces(spec: ModelSpec, tp: int, tp_rank: int) -> list[Piece]:
     """The pieces of one rank, the same in every replica. Raises ConfigError when the model does not divide."""
     check_rollout(spec, tp)
@@ -95,7 +100,7 @@ def _piece(spec: ModelSpec, tp: int, tp_rank: int, name: str, shape: tuple[int, 
         if fused == "mlp.gate_up_proj":
             count = spec.ffn // tp
             return rows(param, place * count, tp_rank * count, count)
-        queries, keys = spec.heads // tp * spec.head_dim, max(1, spec.kv_heads // tp) * spec.head_dim
+        queries, keys = spec.heads // tp * spec.head_dim, kv_heads(spec, tp) * spec.head_dim
         if place == 0:
             return rows(param, 0, tp_rank * queries, queries)
         replicas = max(1, tp // spec.kv_heads)  # neighbours share a KV head

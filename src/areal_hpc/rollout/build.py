@@ -10,6 +10,7 @@ import torch
 
 from areal_hpc.config import RolloutConfig, require
 from areal_hpc.layout.spec import ModelSpec
+from areal_hpc.layout.vllm import kv_heads
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -91,8 +92,7 @@ def build(
 def _check_cache(spec: ModelSpec, config: RolloutConfig, max_model_len: int) -> None:
     """That the KV memory of a rank holds the longest sample. vLLM takes one block for itself."""
     blocks = -(-max_model_len // CPU_BLOCK) + 1
-    heads = max(1, spec.kv_heads // config.parallel.tp)
-    width = getattr(torch, config.dtype.value).itemsize
+    heads, width = kv_heads(spec, config.parallel.tp), getattr(torch, config.dtype.value).itemsize
     need = 2 * spec.layers * heads * spec.head_dim * width * blocks * CPU_BLOCK / 2**30
     require(
         config.kv_cache_gib >= need,
