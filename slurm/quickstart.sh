@@ -14,13 +14,17 @@
 . "$SLURM_SUBMIT_DIR/slurm/job.sh"
 
 config=configs/quickstart_arithmetic.yaml
-model=$runs/quickstart_arithmetic/model   # its warm-up is made once, for all trials
+seed=1
+for override in "$@"; do
+  case $override in seed=*) seed=${override#seed=} ;; esac
+done
+model=$runs/quickstart_arithmetic/model$seed   # its warm-up is made once, for all trials of a seed
 
 if [ ! -f "$model/warm/config.json" ]; then
-  python tools/make_tiny_model.py "$model/new" || exit 1
+  python tools/make_tiny_model.py "$model/new" --seed "$seed" || exit 1
   srun_sizes=(--nodes=1 --ntasks=1)   # the warm-up is one rank's work
-  run_ranks sft --config "$config" "cluster.fileroot=$runs" trial_name=warmup "$@" \
-    "actor.path=$model/new" "sft.output=$model/warm" || end_job
+  run_ranks sft --config "$config" "cluster.fileroot=$runs" "$@" "actor.path=$model/new" "sft.output=$model/warm" \
+    "trial_name=warmup$seed" || end_job
   srun_sizes=()
 fi
 run_ranks train --config "$config" "cluster.fileroot=$runs" "actor.path=$model/warm" "$@"

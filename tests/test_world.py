@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from launch import Job, command, mpirun
 
-from areal_hpc import runlock
+from areal_hpc import runlock, stopfile
 from areal_hpc.exits import Outcome, exit_path, read_exit
 
 PROGRAM = str(Path(__file__).with_name("world_job.py"))
@@ -73,9 +74,8 @@ def test_communicators(tmp_path: Path, tcp: bool) -> None:
 
 
 def test_all_ranks_may_train(tmp_path: Path) -> None:
-    assert run("speed", tmp_path, "actor.backend=megatron:d4t1p1").returncode == 0
-    for took in said(tmp_path):  # 2 us alone; the ranks share the cores with others here
-        assert took["phase"] < 50e-6 and took["beat"] < 50e-6
+    assert run("trainers_only", tmp_path, "actor.backend=megatron:d4t1p1").returncode == 0
+    assert said(tmp_path) == [{"trainer": True, "trainers": 4, "leaders": []}] * 4
 
 
 def test_starts_of_one_second_have_names_of_their_own() -> None:
@@ -156,3 +156,19 @@ def test_an_owned_folder_is_refused(tmp_path: Path, name: str) -> None:
     finally:
         first.kill()
     assert run("places", tmp_path, *LAYOUT).returncode == 0, "its process is gone on this host"
+
+
+def test_starts_of_one_allocation_inherit_nothing(tmp_path: Path) -> None:
+    """Two starts under one Slurm number: the first one's outcome and stop are not the second's."""
+    run_dir, env = tmp_path / "exp/trial", {"SLURM_JOB_ID": "77"}
+    first = Job(command(4, argv("until_stopped", tmp_path, *LAYOUT)), env)
+    deadline = time.monotonic() + 60
+    while first.text().count("step of rank") < 4 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    stopfile.ask(run_dir, "77", 0)
+    first.signal(signal.SIGUSR1)
+    assert first.finish(60).returncode == 75
+    assert stopfile.asked(run_dir, "77", 0) and outcome(tmp_path).code == 75
+    second = mpirun(4, argv("places", tmp_path, *LAYOUT), env=env, timeout=90)
+    assert second.returncode == 0, second.stdout
+    assert not stopfile.asked(run_dir, "77", 0) and outcome(tmp_path).code == 0

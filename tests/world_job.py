@@ -21,7 +21,6 @@ if __name__ == "__main__":
     boot("areal-hpc")
 
 from areal_hpc.config import Config, ConfigError
-from areal_hpc.phases import Phases
 from areal_hpc.world import World
 
 LIMIT_S = 2.0
@@ -177,16 +176,10 @@ def until_stopped(world: World) -> int:
     return 1
 
 
-def speed(world: World) -> int:
-    """What a phase and a beat cost."""
-    assert isinstance(world._phases, Phases)
-    took = {}
-    for name, call in (("phase", lambda: world.phase("engine", 300.0, version=3)), ("beat", world.beat)):
-        began = time.perf_counter()
-        for _ in range(20000):
-            call()
-        took[name] = (time.perf_counter() - began) / 20000
-    (world.run_dir / f"rank{world.rank}.json").write_text(json.dumps(took))
+def trainers_only(world: World) -> int:
+    """A world without rollout ranks."""
+    found = {"trainer": world.is_trainer, "trainers": world.role_comm.size, "leaders": world.leaders}
+    (world.run_dir / f"rank{world.rank}.json").write_text(json.dumps(found))
     return 0
 
 
@@ -204,7 +197,7 @@ def main() -> None:
         config = configuration(fileroot, changes)
     except ConfigError as error:
         worlds.refuse(error)
-    with worlds.start(config, rollout=scenario != "speed") as world:
+    with worlds.start(config, rollout=scenario != "trainers_only") as world:
         function = globals()["places" if scenario in ("differ", "unreadable") else scenario]
         world.end(function(world))
 

@@ -20,6 +20,11 @@ def ask(run_dir: str | Path, job: str, restart: int) -> None:
     os.replace(draft, Path(run_dir) / FILE)
 
 
+def clear(run_dir: str | Path) -> None:
+    """Forgets what was asked of earlier starts; for the holder of the run's lock."""
+    (Path(run_dir) / FILE).unlink(missing_ok=True)
+
+
 def asked(run_dir: str | Path, job: str, restart: int) -> bool:
     """Whether this start of the run was asked to stop. One stat where nobody asked."""
     try:

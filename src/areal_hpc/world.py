@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
-from areal_hpc import communicators, logs, ranktable, rendezvous, runlock, signals
+from areal_hpc import communicators, logs, ranktable, rendezvous, runlock, signals, stopfile
 from areal_hpc.boot import MEET_LIMIT_S, Booted, Job, agree, boot, booted, leave, refuse, say
 from areal_hpc.config import Config, ConfigError
 from areal_hpc.exits import Exit, Outcome, exit_path, worst, write_exit
@@ -276,11 +276,17 @@ def _job() -> Job:
 
 
 def _open_run(spawner: Spawner, config: Config, job: Job) -> None:
-    """Rank 0: make the run folder and take its lock. Raises ConfigError."""
+    """Rank 0: make the run folder and take its lock. Raises ConfigError.
+
+    Starts of one Slurm allocation share a name (an `salloc` shell, two `srun` in a script). Once the lock is
+    ours the one before has ended, and neither its outcome nor a stop that it was asked for is this one's.
+    """
     run_dir = Path(config.run_dir)
     try:
         (run_dir / "log").mkdir(parents=True, exist_ok=True)
         spawner.hold(runlock.RunLock.acquire(runlock.lock_path(run_dir), job.name, job.restart, os.getpid()))
+        exit_path(run_dir, job.name, job.restart).unlink(missing_ok=True)
+        stopfile.clear(run_dir)
     except runlock.LockHeld as error:
         raise ConfigError(f"trial_name={config.trial_name}: {error}. Or choose another trial_name") from None
     except OSError as error:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from cluster import Slurm
+from launch import outside_slurm
 
 HERE = Path(__file__).parent
 
@@ -29,7 +30,7 @@ def slurm() -> Iterator[Slurm]:
             command = [script, "start", str(folder)]
             started = subprocess.run(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, timeout=60, check=False)
         assert started.returncode == 0, (folder / "start.log").read_text()
-        yield Slurm(folder, {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")})
+        yield Slurm(folder, {**outside_slurm(), "SLURM_CONF": str(folder / "slurm.conf")})
     finally:
         subprocess.run([script, "stop", str(folder)], timeout=60, check=False)
         shutil.rmtree(folder, ignore_errors=True)

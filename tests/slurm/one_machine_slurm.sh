@@ -16,8 +16,12 @@ stop() {
 }
 
 start() {
-  local host cpus=8
+  local host ports cpus=8
   host=$(hostname -s)
+  # free ones: the daemons of a suite that was killed may still hold theirs
+  read -ra ports < <(python3 -c 'import socket
+held = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+print(*(s.getsockname()[1] for s in held))')
   mkdir -p "$dir"/{state,log,spool}
   cat >"$dir/slurm.conf" <<CONF
 ClusterName=lab
@@ -34,7 +38,7 @@ SlurmctldPidFile=$dir/slurmctld.pid
 SlurmdPidFile=$dir/slurmd.%n.pid
 SlurmctldLogFile=$dir/log/slurmctld.log
 SlurmdLogFile=$dir/log/slurmd.%n.log
-SlurmctldPort=17000
+SlurmctldPort=${ports[0]}
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -42,8 +46,8 @@ SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 ReturnToService=2
 MpiDefault=pmix
-NodeName=n1 NodeHostname=$host NodeAddr=127.0.0.1 Port=17001 CPUs=$cpus RealMemory=20000 State=UNKNOWN
-NodeName=n2 NodeHostname=second NodeAddr=127.0.0.1 Port=17002 CPUs=$cpus RealMemory=20000 State=UNKNOWN
+NodeName=n1 NodeHostname=$host NodeAddr=127.0.0.1 Port=${ports[1]} CPUs=$cpus RealMemory=20000 State=UNKNOWN
+NodeName=n2 NodeHostname=second NodeAddr=127.0.0.1 Port=${ports[2]} CPUs=$cpus RealMemory=20000 State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES
 CONF
   export SLURM_CONF=$dir/slurm.conf
