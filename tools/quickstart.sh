@@ -23,11 +23,13 @@ mpi=(mpirun --oversubscribe --bind-to none)   # this machine's Open MPI; ranks m
 # session of its own it does not hear the terminal's Ctrl-C.
 job=
 interrupted=
-pass_on() { interrupted=1; [ -z "$job" ] || kill -s USR1 "$job" 2>/dev/null || true; }
-trap pass_on INT TERM USR1
+stopped=
+pass_on() { stopped=1 interrupted=1; [ -z "$job" ] || kill -s USR1 "$job" 2>/dev/null || true; }
+trap pass_on INT TERM USR1 HUP
 
 run_ranks() {  # how many, command...
   local code
+  [ -z "$stopped" ] || exit 75   # asked for between two jobs
   setsid "${mpi[@]}" -n "$1" areal-hpc "${@:2}" <&- &
   job=$!
   while :; do
@@ -44,9 +46,11 @@ started=$SECONDS
 if [ ! -f "$model/warm/config.json" ]; then
   python tools/make_tiny_model.py "$model/new" --seed "$seed"
   rm -rf "runs/quickstart_arithmetic/warmup$seed" "$model/warm"   # of a warm-up that was interrupted
+  # in a trial of its own whatever the overrides: training cannot go on from its checkpoint
   # alone on the machine, so with a thread for each of two cores
   OMP_NUM_THREADS=2 run_ranks 1 \
-    sft --config "$config" trial_name="warmup$seed" "$@" actor.path="$model/new" sft.output="$model/warm"
+    sft --config "$config" "$@" actor.path="$model/new" sft.output="$model/warm" \
+    cluster.fileroot=runs experiment_name=quickstart_arithmetic trial_name="warmup$seed"
 fi
 run_ranks 2 train --config "$config" "$@"
 python tools/quickstart_summary.py $((SECONDS - started)) "$config" "$@"

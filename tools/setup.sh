@@ -101,7 +101,8 @@ install_requirements() {
 }
 
 # --- the parts in order -----------------------------------------------------------------------------------------------
-packages_key=$(key_of requirements.lock <(sed -n '/^install_requirements/,/^}/p' tools/setup.sh))
+# the folder too: .venv holds absolute paths, so a checkout that was moved or copied is set up again
+packages_key=$(key_of requirements.lock <(pwd -P) <(sed -n '/^install_requirements/,/^}/p' tools/setup.sh))
 project_key=$(key_of pyproject.toml CMakeLists.txt src/areal_hpc/native/*.[ch]pp)-$packages_key
 may_install=
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then may_install=1; fi

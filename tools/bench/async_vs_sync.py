@@ -27,6 +27,7 @@ import os
 import platform
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -75,9 +76,12 @@ def launch(command: str, ranks: int, threads: int, trial: str, workload: Workloa
         )
         try:
             code = job.wait(LIMIT_S)
-        except BaseException:  # also a Ctrl-C: no rank is left behind (mpirun kills them 1 s after a TERM)
+        except BaseException:  # also a Ctrl-C or a TERM: no rank is left behind (mpirun kills them 1 s after a TERM)
             job.terminate()
-            job.wait(30)
+            try:
+                job.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(job.pid, signal.SIGKILL)
             raise
     if code != 0:
         tail = log.read_text(errors="replace").splitlines()[-15:]
@@ -193,6 +197,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30, help="training steps that count in each run")
     parser.add_argument("--async-threads", type=int, default=1, help="threads of each rank in the async runs")
     args = parser.parse_args()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda n, _: sys.exit(128 + n))  # by way of launch(), which ends its job
     model = args.model.absolute()
     if not (model / "config.json").is_file():
         raise SystemExit(f"--model {model}: no config.json there; tools/quickstart.sh makes it")
