@@ -52,6 +52,7 @@ rollout.max_concurrent_rollouts
 rollout.order
 rollout.stale
 rollout.max_drops_per_step
+rollout.short_batch
 rollout.dynamic_sampling
 rollout.max_model_len
 rollout.max_num_seqs

@@ -75,6 +75,11 @@ class Stale(Enum):
     drop = "drop"
 
 
+class ShortBatch(Enum):
+    train = "train"
+    stop = "stop"
+
+
 class Verify(Enum):
     always = "always"
     first = "first"
@@ -202,6 +207,9 @@ class RolloutConfig:
     order: Order = key(Order.fifo, "fifo: each step trains the next ordinals; ready: the oldest finished groups")
     stale: Stale = key(Stale.keep, "order `ready`: what happens to groups older than eta")
     max_drops_per_step: int = key(64, "ordinals a step may lose before it trains what is left")
+    short_batch: ShortBatch = key(
+        ShortBatch.train, "what a step does that lost more: train what is left, or stop the run with an error"
+    )
     dynamic_sampling: bool = key(False, "drop groups whose rewards are all equal")
     max_model_len: int = key(0, "longest prompt + answer; 0: as the longest prompt of the data allows")
     max_num_seqs: int = key(64, "sequences of one engine step on one replica")

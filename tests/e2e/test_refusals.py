@@ -26,6 +26,7 @@ CASES = {
         ["gconfig.max_new_tokens=600", "positions for 512"],
     ),
     "no room for one sample's KV": (2, ["rollout.kv_cache_gib=1e-5"], ["rollout.kv_cache_gib=1e-05", "at least"]),
+    "a layout that the model does not divide over": (4, ["rollout.backend=vllm:d1t3"], ["t3", "4"]),
     "fewer rollouts than samples": (
         2,
         ["rollout.max_concurrent_rollouts=3"],

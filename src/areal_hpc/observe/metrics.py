@@ -8,7 +8,7 @@ A record of kind "step" (what the loop knows, in these names; unknown values are
     kind, attempt           "step"; the attempt that wrote it
     step, version           step i from 0; the version it published, i + 1
     time, time_s, step_s    UTC seconds since 1970; since this Metrics was opened; since the record before
-    trained_tokens          answer tokens in the loss, all DP ranks
+    trained_tokens          answer tokens of the trained groups, those of skipped minibatches too, all DP ranks
     trained_groups, trained_samples
     reward_mean, reward_std rewards of the trained samples, before bias and scaling
     answer_tokens_mean, answer_tokens_max, truncated_share

@@ -30,6 +30,8 @@ def roll(config: Config, world: World) -> int:
     """Generate until the trainer says stop. Collective over the world's rollout ranks."""
     world.phase("start", config.deadlines.start_s)
     spec, place = read_spec(config.actor.path), world.place
+    # First of all: it refuses a layout that the model does not divide over.
+    plan = update_plan(spec, config.actor.parallel, config.rollout.parallel, world.places)
     prompts = Prompts(config, spec)
     engine = Engine(
         spec,
@@ -41,7 +43,6 @@ def roll(config: Config, world: World) -> int:
         store=world.torch_store(world.replica_comm) if world.replica_comm.size > 1 else None,
         device=place.local_rank % max(1, torch.cuda.device_count()),
     )
-    plan = update_plan(spec, config.actor.parallel, config.rollout.parallel, world.places)
     mailbox = Mailbox(world)
     # The trainer may still read a checkpoint.
     world.phase("begin", config.deadlines.start_s + config.deadlines.save_s, peer=world.homes[0])
@@ -52,7 +53,8 @@ def roll(config: Config, world: World) -> int:
         world.exchange,
         plan,
         getattr(torch, config.rollout.dtype.value),
-        deadline_s=config.deadlines.exchange_s,
+        # A replica that is READY waits for the slowest: one that still builds its engine, or ends an engine step.
+        deadline_s=config.deadlines.exchange_s + max(config.deadlines.start_s, 2 * config.deadlines.engine_step_s),
         on_wait=leader.serve if leader else lambda: None,
         verify=config.rollout.verify is not Verify.never,
     )
@@ -70,7 +72,7 @@ class Prompts:
     """The prompts of both datasets as token ids, and the length that the engine must take.
 
     Raises ConfigError when the longest prompt and its answer exceed what is configured or what
-    the model has positions for.
+    the model has positions for, and for an empty prompt.
     """
 
     def __init__(self, config: Config, spec: ModelSpec) -> None:
@@ -92,7 +94,10 @@ class Prompts:
 
     def _encode(self, dataset: DatasetConfig, seed: int, split: str) -> list[list[int]]:
         task = tasks.load(dataset, seed, split)
-        return [encode(self.tokenizer, task.item(i), dataset.system_prompt) for i in range(len(task))]
+        prompts = [encode(self.tokenizer, task.item(i), dataset.system_prompt) for i in range(len(task))]
+        if not all(prompts):
+            raise ConfigError(f"{split}_dataset: the prompt of item {prompts.index([])} (from 0) is empty")
+        return prompts
 
     def decode(self, tokens_T: Sequence[int] | np.ndarray) -> str:
         """The text that is scored: without special tokens (the end of the answer)."""

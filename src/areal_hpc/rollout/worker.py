@@ -113,10 +113,10 @@ class Worker:
 
     def _update(self, update: Update) -> None:
         """Pause, receive, commit, resume; what is made from here on is withheld until the probe is back."""
-        deadline_s, version = self.config.deadlines.exchange_s, update.version
+        version = update.version
         with self.trace.span("update", version=version):
             started = time.monotonic()
-            self.world.phase("exchange", 2 * deadline_s, version=version)
+            self.world.phase("exchange", 2 * self.exchange.deadline_s, version=version)
             self.engine.pause()
             if self.leader:
                 self.leader.ready(version)

@@ -9,7 +9,7 @@ from areal_hpc.configfile import dump
 from areal_hpc.layout.spec import read_spec
 from areal_hpc.observe import trace
 from areal_hpc.observe.attempts import Attempt, begin_attempt, save_config
-from areal_hpc.observe.metrics import Metrics
+from areal_hpc.observe.metrics import Metrics, read_metrics
 from areal_hpc.observe.progress import Progress
 from areal_hpc.observe.trace import Trace
 from areal_hpc.reshard.exchange import Exchange
@@ -30,6 +30,8 @@ def train(config: Config, world: World) -> int:
     """Train to the last step or until the run is to stop. Collective over the world's trainer ranks."""
     world.phase("start", config.deadlines.start_s)
     spec, place = read_spec(config.actor.path), world.place
+    # First of all: it refuses a layout that the model does not divide over.
+    plan = update_plan(spec, config.actor.parallel, config.rollout.parallel, world.places)
     is_root = world.rank == world.homes[0]
     # Twice the phase's limit: the watcher names the rank that is silent, gloo only the one that waited for it.
     groups = build_groups(
@@ -47,16 +49,15 @@ def train(config: Config, world: World) -> int:
     restored = state.restore()
     world.phase("begin", config.deadlines.save_s, peer=world.homes[0])
     attempt = _attempt(config, world, restored) if is_root else None
-    delivered = tuple(sorted(group.ordinal for group in restored.groups))
     start = begin.share(
         world.comm,
-        begin.Begin(attempt.attempt, restored.ledger, delivered) if attempt else None,
+        begin.Begin(attempt.attempt, restored.ledger, restored.delivered) if attempt else None,
         world.homes[0],
     )
     mailbox = Mailbox(world)
     exchange = Exchange(
         world.exchange,
-        update_plan(spec, config.actor.parallel, config.rollout.parallel, world.places),
+        plan,
         getattr(torch, config.rollout.dtype.value),
         deadline_s=config.deadlines.exchange_s,
         on_wait=lambda: worker.pump(),
@@ -76,7 +77,17 @@ def train(config: Config, world: World) -> int:
         if restored.checkpoint:
             progress.say(f"attempt {attempt.attempt} goes on from {restored.checkpoint}")
         inventory = Inventory(begin.ledger(config, restored.ledger), config.rollout.order, config.rollout.stale)
-        worker.root = Root(config, world, mailbox, inventory, progress, worker.pump, attempt_start=restored.step)
+        worker.root = Root(
+            config,
+            world,
+            mailbox,
+            inventory,
+            progress,
+            worker.pump,
+            attempt_start=restored.step,
+            evaluated={record["version"] for record in read_metrics(world.run_dir, "eval")},
+            save_s=state.first_save_s(),
+        )
         worker.metrics = Metrics(world.run_dir, attempt, tensorboard=config.stats_logger.tensorboard)
     code = worker.run(restored)
     limit_s = max(config.deadlines.exchange_s, config.deadlines.engine_step_s)  # replicas end their engine step first

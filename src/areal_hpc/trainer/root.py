@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from areal_hpc import stopfile
-from areal_hpc.config import Config
+from areal_hpc.config import Config, ShortBatch
 from areal_hpc.exits import Exit
 from areal_hpc.observe.progress import Progress
 from areal_hpc.records import DropReason
@@ -44,8 +44,16 @@ STOP_FILE_S = 1.0  # how often the run's folder is looked at for a stop file
 MARGIN_S = 30.0  # left at the end of the walltime for closing files and MPI
 
 
+class ShortBatchError(RuntimeError):
+    """A step that lost more groups than `rollout.max_drops_per_step`, where that ends the run."""
+
+
 class Root:
-    """`version` is the newest published; a step's weights are `version == step` at its start."""
+    """`version` is the newest published; a step's weights are `version == step` at its start.
+
+    evaluated: versions of the surviving history that were evaluated. save_s: what a save may take (seconds)
+    until this start has made one.
+    """
 
     def __init__(
         self,
@@ -57,6 +65,8 @@ class Root:
         pump: Callable[[], None],
         *,
         attempt_start: int,
+        evaluated: set[int],
+        save_s: float,
     ) -> None:
         self.config, self.world, self.mailbox = config, world, mailbox
         self.inventory, self.progress = inventory, progress
@@ -68,13 +78,14 @@ class Root:
         self.reports: dict[int, dict] = {}  # of the newest version, by replica
         self._cuts: set[int] = set()
         self._evaluated: dict[int, Evaluated] = {}
-        self._evaluated_version = -1
+        self._versions_evaluated = evaluated
         self._last_arrival = time.monotonic()
         self._stop_reason = ""
         self._stop_file_at = 0.0
         self._saved_step = self._start = attempt_start  # the newest checkpoint's step
         self._saved_at = time.monotonic()
-        self.step_s = self.save_s = self._eval_s = 0.0  # what the last ones took
+        self.save_s = save_s
+        self.step_s = self._eval_s = 0.0  # what the last ones took
 
     @property
     def step(self) -> int:
@@ -123,9 +134,13 @@ class Root:
         self._saved_step, self._saved_at, self.save_s = step, time.monotonic(), seconds
 
     def _end(self, finished: bool) -> End:
-        """75 is for a run that gained something; a stop before the first new checkpoint ends with 1."""
-        code = Exit.DONE if finished else Exit.REQUEUE if self._saved_step > self._start else Exit.CRASH
-        if not finished:
+        """75 is for a run that gained something; a stop before the first new checkpoint ends with 1.
+
+        A run that is stopped between its last step and the evaluation of it is not done.
+        """
+        done = finished and not (self.config.evaluator.at_end and self.step not in self._versions_evaluated)
+        code = Exit.DONE if done else Exit.REQUEUE if self._saved_step > self._start else Exit.CRASH
+        if not done:
             gained = f"checkpoint of step {self._saved_step}" if code == Exit.REQUEUE else "no new checkpoint"
             self.progress.say(f"stopped at step {self.step} by {self._stop_reason}: {gained}")
         self.replicas.tell(Stop(int(code)))
@@ -143,6 +158,7 @@ class Root:
                 self._drop(stale, DropReason.STALE)
             decision = self.inventory.decide(step, time.monotonic())
             if decision is not None:
+                self._look_at(decision)
                 return decision
             if self.stopping():
                 return None
@@ -156,6 +172,21 @@ class Root:
                 )
             self.progress.phase(f"wait for ordinal {head}")
             time.sleep(IDLE_S)
+
+    def _look_at(self, decision: Decision) -> None:
+        """Raises ShortBatchError where a batch that lost too many groups is to end the run."""
+        if not decision.short:
+            return
+        rollout, B = self.config.rollout, self.config.train_dataset.batch_size
+        reasons = {reason: n for reason, n in self.inventory.ledger.dropped_total.items() if n}
+        text = (
+            f"step {decision.step}: {len(decision.ordinals)} of {B} groups survived, for more than rollout."
+            f"max_drops_per_step={rollout.max_drops_per_step} were dropped; of the whole run, by reason: {reasons}"
+        )
+        if rollout.short_batch is ShortBatch.stop:
+            raise ShortBatchError(f"{text} (rollout.short_batch=stop)")
+        if not decision.ordinals:
+            self.progress.say(f"{text}; nothing is trained")
 
     def trained(self, decision: Decision) -> None:
         self.inventory.trained(decision.step, decision.ordinals)
@@ -216,11 +247,11 @@ class Root:
 
     def _evaluation_due(self, finished: bool, stopping: bool) -> bool:
         evaluator = self.config.evaluator
-        if stopping or self._evaluated_version == self.step:
+        if stopping or self.step in self._versions_evaluated:
             return False
-        at_start = evaluator.at_start and self.step == self._start == 0
+        at_start = evaluator.at_start and self.step == 0
         at_end = evaluator.at_end and finished
-        periodic = evaluator.freq_steps and self.step > self._start and self.step % evaluator.freq_steps == 0
+        periodic = evaluator.freq_steps and self.step > 0 and self.step % evaluator.freq_steps == 0
         return bool(at_start or at_end or periodic)
 
     def _evaluate(self, version: int) -> None:
@@ -236,7 +267,8 @@ class Root:
             f"the evaluation of version {version}",
             version,
         )
-        self._evaluated_version, self._eval_s = version, time.monotonic() - began
+        self._versions_evaluated.add(version)
+        self._eval_s = time.monotonic() - began
         self.evaluations.append((version, [self._evaluated[r] for r in sorted(self._evaluated)]))
 
     # -- mail ---------------------------------------------------------------------------------

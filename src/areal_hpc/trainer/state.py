@@ -11,6 +11,7 @@ it was trained by weights that did not survive; a restart renames it.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -31,20 +32,24 @@ from areal_hpc.trainer.model import Model
 from areal_hpc.world import World
 
 CHECKPOINTS, TRAJECTORIES = "checkpoints", "trajectories"
+STATE_BYTES = 3 * 4  # of a parameter in a checkpoint: weight and two moments, fp32
+SLOW_BYTES_PER_S = 100e6  # of one writing node, on a file system that others use too
 
 
 @dataclass
 class Restored:
     """Where a run goes on: at step 0 from the Hugging Face weights, or behind a checkpoint.
 
-    `ledger` is None for a new run. `groups` are all undelivered groups of the checkpoint.
-    `refused` names newer checkpoints that did not verify, each with the reason.
+    `ledger` is None for a new run. `groups` are the checkpoint's undelivered groups that this home
+    takes (none on other ranks), `delivered` the ordinals of all of them (at homes). `refused` names
+    newer checkpoints that did not verify, each with the reason.
     """
 
     step: int = 0
     checkpoint: str = ""
     ledger: dict[str, Any] | None = None
     groups: list[Group] = field(default_factory=list)
+    delivered: tuple[int, ...] = ()
     segments: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
 
@@ -89,8 +94,9 @@ class State:
         return restored
 
     def _mine(self, name: str) -> bool:
-        """Groups may go to any home now, so every rank reads them all; RNG only its own."""
-        return name in ("ledger", "segments") or name.startswith("groups/") or name == f"rng/{self._comm.rank}"
+        """Groups may go to another home now, so every home looks at them all; RNG is a rank's own."""
+        groups = self.world.is_home and name.startswith("groups/")
+        return groups or name in ("ledger", "segments", f"rng/{self._comm.rank}")
 
     def _read(self, found: checkpoint.Restored) -> Restored:
         attrs, blobs = found.attrs, found.blobs
@@ -102,8 +108,10 @@ class State:
         groups = [g for name, data in sorted(blobs.items()) if name.startswith("groups/") for g in unpack_groups(data)]
         state = json.loads(blobs["ledger"])
         groups = restorable(groups, ledger(self.config, state), self.config.rollout.order)
-        step = int(attrs["step"])
-        return Restored(step, found.path.name, state, groups, json.loads(blobs["segments"]), found.refused)
+        delivered = tuple(sorted(g.ordinal for g in groups))
+        mine = [g for g in groups if g.ordinal % len(self.world.homes) == self.world.place.dp]
+        step, segments = int(attrs["step"]), json.loads(blobs["segments"])
+        return Restored(step, found.path.name, state, mine, delivered, segments, found.refused)
 
     def save(
         self,
@@ -148,6 +156,12 @@ class State:
         if self._comm.rank == 0:
             checkpoint.prune(self.run_dir / CHECKPOINTS, self.config.saver.keep_last)
         return time.monotonic() - began
+
+    def first_save_s(self) -> float:
+        """What a save may take as long as none was measured, on the cautious side: seconds."""
+        parameters = sum(math.prod(shape) for shape in logical_tensors(self.model.spec).values())
+        nodes = {place.node for place in self.world.places if place.role == "trainer"}
+        return parameters * STATE_BYTES / (len(nodes) * SLOW_BYTES_PER_S)
 
     def _blobs(self, waiting: Sequence[Group], book: dict[str, Any] | None) -> dict[str, bytes]:
         blobs = {f"rng/{self._comm.rank}": self.actor.rng_state()}

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from areal_hpc import tasks
+from areal_hpc.communicators import wait
 from areal_hpc.config import Config, ConfigError
 from areal_hpc.configfile import dump
 from areal_hpc.exits import Exit
@@ -95,6 +96,9 @@ def warm_up(config: Config, world: World) -> int:
         hf.export(path, Path(config.actor.path), draft, "float32")
         draft.rename(output)
         print(f"sft: {output}", file=world.terminal, flush=True)
+    # The others wait here, where the limit is a save's, and not in the short one of an orderly end.
+    world.phase("export", 2 * config.deadlines.save_s, peer=0)
+    wait(world.role_comm.Ibarrier(), "sft: the export by rank 0", config.deadlines.save_s)
     groups.close()
     return 0
 

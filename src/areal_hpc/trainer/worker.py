@@ -70,8 +70,10 @@ class Worker:
     def run(self, restored: Restored) -> int:
         """Publish the version that the run goes on from, then follow trainer rank 0 to the end."""
         for group in restored.groups:
-            if self.world.is_home and group.ordinal % len(self.world.homes) == self.world.place.dp:
-                self._take(group)
+            self._take(group)
+        restored.groups.clear()  # they live in the home only, until they are trained
+        if self.root is not None:
+            self._drops()  # the first record counts from here
         self._first_version = restored.step
         self._publish(restored.step)
         self._moved()  # the first step's record is of its own update
