@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 from hypothesis import settings
@@ -12,6 +13,9 @@ settings.register_profile("areal_hpc", derandomize=True, database=None, deadline
 settings.load_profile("areal_hpc")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A TERM ends pytest as Ctrl-C does: fixtures are torn down, and jobs and daemons with them.
+signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

