@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from launch import FLAGS_TCP, Job, outside_slurm
+from launch import FLAGS_TCP, Job
 from picture import assert_overlap
 from runs import REPO
 
@@ -16,14 +16,13 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
 TRIAL = "quickstart_arithmetic/seed1"
 
 
-def quickstart(root: Path, *overrides: str, env: dict[str, str] | None = None) -> dict:
-    """Its last line. The model is made and warmed up where this checkout has none yet."""
-    keys = [f"cluster.fileroot={root}", "stats_logger.trace=true", *overrides]
-    script = shlex.join([str(REPO / "tools/quickstart.sh"), *keys])
-    argv = ["bash", "-c", f"ip link set lo up && exec {script}"]
-    if os.geteuid() == 0:  # only root may make a network namespace
-        argv = ["unshare", "--net", *argv]
-    result = Job(argv, env).finish(900)
+def script(root: Path, *overrides: str) -> list[str]:
+    return [str(REPO / "tools/quickstart.sh"), f"cluster.fileroot={root}", "stats_logger.trace=true", *overrides]
+
+
+def last_line(job: Job, root: Path) -> dict:
+    """What it says of itself. The model is made and warmed up where this checkout has none yet."""
+    result = job.finish(900)
     assert result.returncode == 0, result.stdout
     found = json.loads(result.stdout.splitlines()[-1])
     assert found["run"] == str(root / TRIAL)
@@ -31,7 +30,10 @@ def quickstart(root: Path, *overrides: str, env: dict[str, str] | None = None) -
 
 
 def test_it_learns(tmp_path: Path) -> None:
-    found = quickstart(tmp_path)
+    argv = script(tmp_path)
+    if os.geteuid() == 0:  # only root may make a network namespace
+        argv = ["unshare", "--net", "bash", "-c", f"ip link set lo up && exec {shlex.join(argv)}"]
+    found = last_line(Job(argv), tmp_path)
     print(found)
     assert 0.3 <= found["heldout_before"] <= 0.6
     assert found["heldout_after"] >= 0.85
@@ -44,5 +46,5 @@ def test_it_overlaps_over_tcp(tmp_path: Path) -> None:
     flags = dict(zip(FLAGS_TCP[1::3], FLAGS_TCP[2::3]))
     assert flags == {"pml": "ob1", "btl": "self,tcp"}
     env = {f"OMPI_MCA_{name}": value for name, value in flags.items()}
-    found = quickstart(tmp_path, "total_train_steps=20", env=outside_slurm() | env)
+    found = last_line(Job(script(tmp_path, "total_train_steps=20"), env), tmp_path)
     assert_overlap(tmp_path / TRIAL, ranks=2, steps=found["steps"])
