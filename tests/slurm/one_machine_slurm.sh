@@ -8,11 +8,13 @@ repo=$(realpath "$(dirname "${BASH_SOURCE[0]}")/../..")
 
 stop() {
   local name pid
-  for name in slurmctld slurmd.n1 slurmd.n2 munged; do  # jobs first: the daemons end them
+  for name in slurmctld slurmd.n1 slurmd.n2 munged; do
     pid=$(cat "$dir/$name.pid" 2>/dev/null) || continue
     kill "$pid" 2>/dev/null || continue
     timeout 10 tail --pid="$pid" -f /dev/null || kill -9 "$pid"
   done
+  # what a test that failed left running outlives the daemons
+  grep -lsaF "SLURM_CONF=$dir/slurm.conf" /proc/[0-9]*/environ | cut -d/ -f3 | xargs -r kill -9 2>/dev/null || true
 }
 
 start() {
