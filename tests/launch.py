@@ -21,6 +21,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from areal_hpc.processes import scrubbed
+
 TIMED_OUT = 124  # what `timeout(1)` returns
 FLAGS = ["--oversubscribe", "--bind-to", "none"]
 FLAGS_ROOT = ["--allow-run-as-root"]
@@ -42,16 +44,11 @@ def command(n: int, argv: Sequence[str], tcp: bool = False) -> list[str]:
     return ["mpirun", *flags, "-n", str(n), *argv]
 
 
-def outside_slurm() -> dict[str, str]:
-    """This process's environment as it would be outside of any Slurm job."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-
-
 class Job:
     """A program that runs: its output so far, its processes, its end.
 
-    `env` is added to this process's environment, without what an allocation that the tests run in says of itself
-    (jobs here are of this machine, and named as without Slurm). `capture=False` lets it print to our own stdout.
+    `env` is added to this process's environment, without what launchers and MPI put there: a test of this process
+    that initialised MPI, or an allocation that the tests run in. `capture=False` lets it print to our own stdout.
     """
 
     def __init__(
@@ -66,7 +63,7 @@ class Job:
         self._output = tempfile.TemporaryFile() if capture else None  # noqa: SIM115 (it lives as long as the job)
         self.process = subprocess.Popen(
             self.argv,
-            env={**outside_slurm(), "OMP_NUM_THREADS": "1", **(env or {}), TOKEN: self.token},
+            env={**scrubbed(os.environ), "OMP_NUM_THREADS": "1", **(env or {}), TOKEN: self.token},
             cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=self._output,

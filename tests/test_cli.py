@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from launch import mpirun
 from typer.testing import CliRunner
 
 from areal_hpc import cli, exits, processes, runlock, stopfile
@@ -81,12 +82,10 @@ def test_a_wrong_key_ends_with_78_and_one_line(tmp_path, command):
 
 def test_all_ranks_end_with_78_and_one_of_them_says_why(tmp_path):
     config = write_config(tmp_path / "c.yaml")
-    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "3", sys.executable, "-m", "areal_hpc.cli"]
-    out = subprocess.run(
-        [*mpirun, "train", "--config", config, "gconfig.top_p=0.9"], capture_output=True, text=True, timeout=60
-    )
-    assert out.returncode == 78
-    assert out.stderr.count("areal-hpc: gconfig.top_p=0.9") == 1
+    program = [sys.executable, "-m", "areal_hpc.cli", "train", "--config", str(config), "gconfig.top_p=0.9"]
+    out = mpirun(3, program, timeout=60)
+    assert out.returncode == 78, out.stdout
+    assert out.stdout.count("areal-hpc: gconfig.top_p=0.9") == 1, out.stdout
 
 
 def test_a_world_of_the_wrong_size_ends_with_78_and_leaves_it_to_status(tmp_path):

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from cluster import Slurm
-from launch import outside_slurm
+
+from areal_hpc.processes import scrubbed
 
 HERE = Path(__file__).parent
 
@@ -30,7 +31,7 @@ def slurm() -> Iterator[Slurm]:
             command = [script, "start", str(folder)]
             started = subprocess.run(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, timeout=60, check=False)
         assert started.returncode == 0, (folder / "start.log").read_text()
-        yield Slurm(folder, {**outside_slurm(), "SLURM_CONF": str(folder / "slurm.conf")})
+        yield Slurm(folder, {**scrubbed(os.environ), "SLURM_CONF": str(folder / "slurm.conf")})
     finally:
         subprocess.run([script, "stop", str(folder)], timeout=60, check=False)
         shutil.rmtree(folder, ignore_errors=True)

@@ -40,6 +40,8 @@ SlurmctldPidFile=$dir/slurmctld.pid
 SlurmdPidFile=$dir/slurmd.%n.pid
 SlurmctldLogFile=$dir/log/slurmctld.log
 SlurmdLogFile=$dir/log/slurmd.%n.log
+# jobs of a number that no other suite had: a step that was killed leaves a folder in /tmp, and its number cannot start
+FirstJobId=$((1000 + RANDOM))
 SlurmctldPort=${ports[0]}
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
