@@ -73,7 +73,8 @@ def eight_over_tcp(root: Path) -> Done:
     changes = {
         "actor.backend": "megatron:d1t2p2",
         "rollout.backend": "vllm:d2t2",
-        "rollout.max_num_seqs": 6,
+        # three at a time: generation lasts longer than a training step, so that switches fall into samples
+        "rollout.max_num_seqs": 3,
         "stats_logger.trace": True,
     }
     run = Run(root, "eight_over_tcp", model, ranks=8, tcp=True, steps=5, new_tokens=32, changes=changes)
