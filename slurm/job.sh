@@ -58,7 +58,7 @@ run_ranks() {
 end_job() {
   echo "job $SLURM_JOB_ID, restart $restart: exit code $code"
   if [ "$code" = 75 ]; then
-    if [ -e "$run/stop" ]; then
+    if [ -n "$run" ] && [ -e "$run/stop" ]; then
       echo "not requeued: areal-hpc stop asked for it"
     elif [ "$(squeue --noheader --job "$SLURM_JOB_ID" --format %T)" = RUNNING ]; then
       scontrol requeue "$SLURM_JOB_ID"

@@ -16,6 +16,7 @@ from launch import Job, command, mpirun
 
 from areal_hpc import runlock, stopfile
 from areal_hpc.exits import Outcome, exit_path, read_exit
+from areal_hpc.processes import scrubbed
 
 PROGRAM = str(Path(__file__).with_name("world_job.py"))
 LAYOUT = ["actor.backend=megatron:d1t2p1", "rollout.backend=vllm:d1t2"]
@@ -84,10 +85,14 @@ def test_starts_of_one_second_have_names_of_their_own() -> None:
         "world.datetime = type('Stopped', (), {'now': lambda zone: datetime(2026, 1, 1, tzinfo=UTC)}); "
         "print(world._job().name)"
     )
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     names = [
         subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, env=environment
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+            env=scrubbed(os.environ),
         ).stdout
         for _ in range(2)
     ]
