@@ -26,7 +26,7 @@ from areal_hpc.processes import scrubbed
 TIMED_OUT = 124  # what `timeout(1)` returns
 FLAGS = ["--oversubscribe", "--bind-to", "none"]
 FLAGS_ROOT = ["--allow-run-as-root"]
-FLAGS_TCP = ["--mca", "pml", "ob1", "--mca", "btl", "self,tcp"]
+MCA_TCP = {"pml": "ob1", "btl": "self,tcp"}
 TOKEN = "AREAL_HPC_TEST_LAUNCH"
 
 _running: set[Job] = set()  # what a test that fails or is interrupted did not bring to its end
@@ -40,8 +40,37 @@ def _end_all() -> None:
 
 def command(n: int, argv: Sequence[str], tcp: bool = False) -> list[str]:
     """The `mpirun` line for `n` ranks; `tcp` keeps every message off shared memory."""
-    flags = FLAGS + (FLAGS_ROOT if os.geteuid() == 0 else []) + (FLAGS_TCP if tcp else [])
+    flags = FLAGS + (FLAGS_ROOT if os.geteuid() == 0 else [])
+    if tcp:
+        flags += [word for parameter in MCA_TCP.items() for word in ("--mca", *parameter)]
     return ["mpirun", *flags, "-n", str(n), *argv]
+
+
+def carriers(name: str, value: str) -> list[int]:
+    """Every live process with `name=value` in its environment. Zombies do not count."""
+    mark, found = f"{name}={value}".encode(), []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            if state != "Z" and mark in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+        except OSError:
+            continue  # it ended while we looked, or is another user's
+    return sorted(found)
+
+
+def kill_carriers(name: str, value: str) -> None:
+    """Kills them, stopped ones too, and those that they start meanwhile; gives up after 10 seconds."""
+    deadline = time.monotonic() + 10
+    while (pids := carriers(name, value)) and time.monotonic() < deadline:
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.05)
 
 
 class Job:
@@ -73,18 +102,8 @@ class Job:
         _running.add(self)
 
     def pids(self) -> list[int]:
-        """Every live process of this launch: launcher, ranks, helpers. Zombies do not count."""
-        mark, found = f"{TOKEN}={self.token}".encode(), []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            try:
-                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-                if state != "Z" and mark in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-            except OSError:
-                continue  # it ended while we looked, or is another user's
-        return sorted(found)
+        """Every live process of this launch: launcher, ranks, helpers."""
+        return carriers(TOKEN, self.token)
 
     def text(self) -> str:
         """What it has printed so far, stdout and stderr in one; empty where it is not captured."""
@@ -98,15 +117,8 @@ class Job:
         self.process.send_signal(number)
 
     def kill(self) -> None:
-        """Ends every process of the launch, stopped ones too."""
-        deadline = time.monotonic() + 10
-        while (pids := self.pids()) and time.monotonic() < deadline:
-            for pid in pids:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-            time.sleep(0.05)
+        """Ends every process of the launch."""
+        kill_carriers(TOKEN, self.token)
         self.process.wait(10)
         _running.discard(self)
 

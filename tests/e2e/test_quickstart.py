@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from launch import FLAGS_TCP, Job
+from launch import MCA_TCP, Job
 from picture import assert_overlap
 from runs import REPO
 
@@ -43,8 +43,6 @@ def test_it_learns(tmp_path: Path) -> None:
 
 
 def test_it_overlaps_over_tcp(tmp_path: Path) -> None:
-    flags = dict(zip(FLAGS_TCP[1::3], FLAGS_TCP[2::3]))
-    assert flags == {"pml": "ob1", "btl": "self,tcp"}
-    env = {f"OMPI_MCA_{name}": value for name, value in flags.items()}
+    env = {f"OMPI_MCA_{name}": value for name, value in MCA_TCP.items()}
     found = last_line(Job(script(tmp_path, "total_train_steps=20"), env), tmp_path)
     assert_overlap(tmp_path / TRIAL, ranks=2, steps=found["steps"])

@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
 # A real Slurm with two nodes, n1 and n2, on one machine. Usage, as root: one_machine_slurm.sh start|stop DIR
-# DIR (state, logs, munge's socket) and the files of jobs must lie outside /tmp: the second node has a /tmp of its own.
-# `start` prints DIR/slurm.conf, the SLURM_CONF to export. Needs Debian's slurm-wlm and munge.
+# DIR holds all of it: state, logs, munge's socket, PMIx's folders. `start` prints DIR/slurm.conf, the SLURM_CONF to
+# export. Needs Debian's slurm-wlm and munge.
 set -euo pipefail
 dir=$(realpath "${2:?usage: one_machine_slurm.sh start|stop DIR}")
-repo=$(realpath "$(dirname "${BASH_SOURCE[0]}")/../..")
 
 stop() {
   local name pid
@@ -13,8 +12,6 @@ stop() {
     kill "$pid" 2>/dev/null || continue
     timeout 10 tail --pid="$pid" -f /dev/null || kill -9 "$pid"
   done
-  # what a test that failed left running outlives the daemons
-  grep -lsaF "SLURM_CONF=$dir/slurm.conf" /proc/[0-9]*/environ | cut -d/ -f3 | xargs -r kill -9 2>/dev/null || true
 }
 
 start() {
@@ -24,7 +21,7 @@ start() {
   read -ra ports < <(python3 -c 'import socket
 held = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
 print(*(s.getsockname()[1] for s in held))')
-  mkdir -p "$dir"/{state,log,spool}
+  mkdir -p "$dir"/{state,log,spool,tmp/n1,tmp/n2}
   cat >"$dir/slurm.conf" <<CONF
 ClusterName=lab
 SlurmctldHost=$host(127.0.0.1)
@@ -40,8 +37,8 @@ SlurmctldPidFile=$dir/slurmctld.pid
 SlurmdPidFile=$dir/slurmd.%n.pid
 SlurmctldLogFile=$dir/log/slurmctld.log
 SlurmdLogFile=$dir/log/slurmd.%n.log
-# jobs of a number that no other suite had: a step that was killed leaves a folder in /tmp, and its number cannot start
-FirstJobId=$((1000 + RANDOM))
+# PMIx makes a folder of its number for each job step here, on each node, and a killed step leaves its own behind
+TmpFS=$dir/tmp/%n
 SlurmctldPort=${ports[0]}
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -60,17 +57,12 @@ CONF
     --log-file="$dir/log/munged.log" --seed-file="$dir/munge.seed"
   slurmctld -f "$SLURM_CONF"
   slurmd -f "$SLURM_CONF" -N n1
-  # With a /tmp of its own (PMIx makes one folder per job step there), and a host name and /dev/shm of its own: with one
-  # name Open MPI takes both nodes for one, and their shared-memory segments collide. A checkout under /tmp stays seen.
-  mkdir -p "$dir/repo"
-  # shellcheck disable=SC2016 # expanded by the inner shell
-  unshare --mount --uts --propagation private bash -ec '
+  # With a host name and /dev/shm of its own: with one name Open MPI takes both nodes for one, and their shared-memory
+  # segments collide.
+  unshare --mount --uts --propagation private bash -ec "
     hostname second
-    case $1 in /tmp/*) mount --bind "$1" "$2" ;; esac
-    mount -t tmpfs tmpfs /tmp
     mount -t tmpfs tmpfs /dev/shm
-    case $1 in /tmp/*) mkdir -p "$1"; mount --bind "$2" "$1" ;; esac
-    exec slurmd -f "$SLURM_CONF" -N n2' _ "$repo" "$dir/repo"
+    exec slurmd -f '$SLURM_CONF' -N n2"
   for _ in $(seq 100); do
     if [ "$(sinfo --noheader --Node --format %t | sort -u)" = idle ]; then echo "$SLURM_CONF"; return; fi
     sleep 0.2

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from cluster import REPO, Slurm
 
+from areal_hpc.observe import jsonl
+
 STEPS = 60  # enough to be stopped in the middle: a step takes about 0.1 s, and the signal comes after two
 ENDLESS = 10**6
 SMALL = [
@@ -30,11 +32,6 @@ def test_srun_starts_mpi_on_two_nodes(slurm: Slurm) -> None:
     assert sorted(local for _, local in places) == [0, 0, 1, 1]
 
 
-def lines(path: Path) -> list[dict]:
-    """The records of a JSONL file that may be growing."""
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-
-
 def submit(slurm: Slurm, trial: str, steps: int) -> tuple[str, Path, Path]:
     """Submits the quickstart and waits until it has trained two steps; its number, its run, its output."""
     run, output = slurm.folder / "runs" / "quickstart_arithmetic" / trial, slurm.folder / f"{trial}.out"
@@ -43,7 +40,7 @@ def submit(slurm: Slurm, trial: str, steps: int) -> tuple[str, Path, Path]:
         "sbatch", "--parsable", f"--output={output}", "slurm/quickstart.sh", *keys, RUNS=str(slurm.folder / "runs")
     ).strip()
     metrics, deadline = run / "metrics.jsonl", time.monotonic() + 240
-    while not (metrics.is_file() and len(lines(metrics)) >= 2):
+    while len(jsonl.read(metrics)) < 2:
         assert time.monotonic() < deadline, f"no step done\n{output.read_text()}"
         assert slurm.job(number)["JobState"] in ("PENDING", "CONFIGURING", "RUNNING"), output.read_text()
         time.sleep(0.1)
@@ -64,7 +61,7 @@ def test_quickstart_stopped_requeued_and_finished(slurm: Slurm) -> None:
     text = output.read_text()
     assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), text
     assert outcomes(run, number) == [75, 0], text
-    assert len(lines(run / "attempts.jsonl")) == 2
+    assert len(jsonl.read(run / "attempts.jsonl")) == 2
     assert list(run.glob("checkpoints/*.h5"))
     assert {entry.name for entry in run.iterdir()} >= {"config.yaml", "tensorboard", "trajectories", "log"}
 
