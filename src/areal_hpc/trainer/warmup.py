@@ -95,7 +95,8 @@ def warm_up(config: Config, world: World) -> int:
         shutil.rmtree(draft, ignore_errors=True)
         hf.export(path, Path(config.actor.path), draft, "float32")
         draft.rename(output)
-        print(f"sft: {output}", file=world.terminal, flush=True)
+        reached = f": loss below sft.until_loss={sft.until_loss:g}" if steps < sft.steps else ""
+        print(f"sft: {output} after {steps} of {sft.steps} steps{reached}", file=world.terminal, flush=True)
     # The others wait here, where the limit is a save's, and not in the short one of an orderly end.
     world.phase("export", 2 * config.deadlines.save_s, peer=0)
     wait(world.role_comm.Ibarrier(), "sft: the export by rank 0", config.deadlines.save_s)
