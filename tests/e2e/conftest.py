@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +31,18 @@ def through(run: Run, limit_s: float = START_S, temperature: float = 1.0) -> Don
     code, text = finish(run.start(), run, limit_s)
     assert code == 0, f"exit code {code}\n{text}\n{run.log()}"
     return Done(run, text, temperature)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_memory() -> Iterator[None]:
+    """No run leaves memory of its node taken, whether it came to its end or was killed."""
+
+    def ours() -> set[str]:
+        return {file.name for file in os.scandir("/dev/shm") if file.stat().st_uid == os.geteuid()}
+
+    before = ours()
+    yield
+    assert not ours() - before, "runs have ended and left these in /dev/shm"
 
 
 @pytest.fixture(scope="session")

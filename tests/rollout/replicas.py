@@ -2,12 +2,16 @@
 
 All replicas get the same requests, two updates in the middle of them and an abort, on a KV cache
 that does not hold them all (so that vLLM preempts). Every rank must emit the same bits, and the
-log-probabilities must be Hugging Face's of the version that made each token. Rank 0 prints "ok".
+log-probabilities must be Hugging Face's of the version that made each token. The replicas start on
+a node where a job that had the same port was killed, and hold no name of shared memory once they
+have started. Rank 0 prints "ok".
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +62,25 @@ def check(came: list[tuple], model: TinyModel) -> None:
         np.testing.assert_allclose(logp_T, expected, atol=1e-4, err_msg=name)
 
 
+@contextmanager
+def left_by_a_killed_job(port: int, tp: int, tp_rank: int) -> Iterator[None]:
+    """The shared memory of this rank, as vLLM names it after the address of the store."""
+    ranks = "-".join(map(str, range(tp)))
+    stale = Path(f"/dev/shm/{port}-tp:0-[{ranks}]-cpushm_{tp_rank}")
+    stale.touch(exist_ok=False)
+    try:
+        yield
+    finally:
+        stale.unlink()
+
+
+def check_no_names(tp: int) -> None:
+    """What is mapped of the replica's shared memory, its ranks' and ours, has no name any more."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    mapped = {line.split(maxsplit=5)[5] for line in lines if "cpushm" in line}
+    assert len(mapped) == tp and all(name.endswith("(deleted)") for name in mapped), mapped
+
+
 def main(path: str, family: str, tied: str, tp: int) -> None:
     world = MPI.COMM_WORLD
     replica = world.Split(world.rank // tp, world.rank)
@@ -70,7 +93,9 @@ def main(path: str, family: str, tied: str, tp: int) -> None:
     config = RolloutConfig(
         backend=f"vllm:d{world.size // tp}t{tp}", kv_cache_gib=KV_BLOCKS * block_bytes / 2**30, max_num_seqs=12
     )
-    engine = Engine(spec, path, config, max_model_len=96, seed=1, tp_rank=replica.rank, store=store)
+    with left_by_a_killed_job(store.port, tp, replica.rank):
+        engine = Engine(spec, path, config, max_model_len=96, seed=1, tp_rank=replica.rank, store=store)
+    check_no_names(tp)
     came = run(engine, model)
     everyone = world.allgather([(name, *(array.tobytes() for array in arrays)) for name, *arrays in came])
     if world.rank == 0:

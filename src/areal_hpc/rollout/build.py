@@ -47,7 +47,7 @@ def build(
     from vllm.v1.engine.core_client import InprocClient
 
     from areal_hpc.rollout.binding import RolloutBinding
-    from areal_hpc.rollout.executor import join, replica_executor
+    from areal_hpc.rollout.executor import forget, join, replica_executor
     from areal_hpc.rollout.weights import BACKEND
 
     tp, on_cpu = config.parallel.tp, current_platform.is_cpu()
@@ -80,6 +80,7 @@ def build(
         **memory,
     ).create_engine_config()
     client = InprocClient(vllm_config, replica_executor(name, tp_rank, device), log_stats=False)
+    forget(name)
     runner = client.engine_core.model_executor.driver_worker.worker.model_runner
     facts = {"vllm": vllm.__version__, "model_runner": f"{type(runner).__module__}.{type(runner).__name__}"}
     binding = RolloutBinding(
