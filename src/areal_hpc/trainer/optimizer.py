@@ -78,6 +78,8 @@ class Optimizer:
             )
             for group in self.megatron.param_groups:  # Megatron leaves this to its scheduler
                 group["weight_decay"] = config.weight_decay * group["wd_mult"]
+                if model.groups.device.type == "cpu":
+                    group["fused"] = True  # torch's own default there is a Python loop: a tenth of a small step
             self._make_state()
 
     def _make_state(self) -> None:
