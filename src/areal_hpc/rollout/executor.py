@@ -41,7 +41,7 @@ def forget(name: str) -> None:
     """Take the shared memory of the replica's group `name` out of this node's names.
 
     To be called when vLLM has started: by then every rank has mapped it, and whatever ends
-    the job from here on leaves none of the node's memory taken.
+    the job from here on leaves nothing of it.
     """
     for path in Path("/dev/shm").glob(f"{name.rpartition(':')[2]}-*"):
         path.unlink(missing_ok=True)  # another rank's is the same work
