@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import megatron.core.tensor_parallel.layers as megatron_layers
 import pytest
 import torch
 import torch.distributed as dist
@@ -59,6 +60,28 @@ def test_linear_equals_torchs(shape: tuple[int, ...], bias: bool) -> None:
     theirs = [x.clone().requires_grad_() for x in inputs]
     got, expected = linear(*mine), torch.nn.functional.linear(*theirs)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+    upstream = torch.randn(expected.shape, generator=generator)
+    got.backward(upstream)
+    expected.backward(upstream)
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("onednn", [True, False], ids=["oneDNN", "MKL"])
+def test_megatrons_linear_is_either_product(onednn: bool, one_rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both kinds of CPU, whichever runs the test: values and gradients of the function that Megatron's layers call."""
+    monkeypatch.setattr(cpu, "usable", lambda _: onednn)
+    generator = torch.Generator().manual_seed(2)
+    inputs = [torch.randn(shape, generator=generator) for shape in ((7, 1, 5), (6, 5), (6,))]
+    mine = [x.clone().requires_grad_() for x in inputs]
+    theirs = [x.clone().requires_grad_() for x in inputs]
+    with cpu.emulation():
+        got = megatron_layers.linear_with_grad_accumulation_and_async_allreduce(
+            *mine, gradient_accumulation_fusion=False, allreduce_dgrad=False, sequence_parallel=False, tp_group=one_rank
+        )
+    expected = torch.nn.functional.linear(*theirs)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+    assert (type(got.grad_fn).__name__ == "_LinearBackward") == onednn
     upstream = torch.randn(expected.shape, generator=generator)
     got.backward(upstream)
     expected.backward(upstream)
